@@ -1,0 +1,294 @@
+"""Is a table a legal schedule, and if not, why: in words that name row, place and action.
+
+Rows and places are counted from 0, as ranks, stages and micro-batches are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import product
+
+from minipipe.actions import Action, ScheduleError
+from minipipe.costs import Costs, Number
+from minipipe.schedule import Schedule
+
+# What has to stand before what, for one stage and micro-batch on its row.
+_BEFORE = [("F", "B"), ("F", "I"), ("F", "R"), ("R", "B"), ("R", "I"), ("I", "W"), ("F", "W")]
+
+
+@dataclass
+class Problems:
+    """What was found, each with the place in its row at which it shows."""
+
+    found: list[tuple[int, int, str]] = field(default_factory=list)
+
+    def add(self, row: int, place: int, text: str) -> None:
+        self.found.append((place, row, text))
+
+    def error(self) -> ScheduleError:
+        """All reasons as one error, the earliest in the table first."""
+        return ScheduleError(*dict.fromkeys(text for _, _, text in sorted(self.found)))
+
+
+@dataclass(frozen=True)
+class _At:
+    """A single action and where it stands; the parts of a pair stand at one place."""
+
+    action: Action
+    row: int
+    place: int
+
+    def __str__(self) -> str:
+        return f"row {self.row}, place {self.place} ({self.action})"
+
+
+def check(schedule: Schedule, memory_limit: Number | None = None,
+          costs: Costs | None = None) -> None:  # fmt: skip
+    """Raise ScheduleError with every independent reason why the rows are not a legal schedule.
+
+    memory_limit: what a rank may hold at most, in whole-share micro-batches (sizes from `costs`).
+    """
+    found = problems(schedule)
+    if memory_limit is not None:
+        _over_limit(schedule, memory_limit, costs or Costs(), found)
+    if found.found:
+        raise found.error()
+
+
+def problems(schedule: Schedule) -> Problems:
+    """Everything wrong with the rows: what is missing, doubled, apart, too early, or stuck."""
+    found = Problems()
+    places: dict[tuple[int, int], list[_At]] = defaultdict(list)
+    for row, actions in enumerate(schedule.rows):
+        for place, action in enumerate(actions):
+            for part in action.parts:
+                places[part.stage, part.microbatch].append(_At(part, row, place))
+            other = action.overlapped
+            if other is not None and other.microbatch == action.microbatch:
+                found.add(row, place, f"row {row}, place {place} {action}: a pair is a forward and "
+                          "a backward of different micro-batches")  # fmt: skip
+    _missing_numbers(schedule, places, found)
+    for at in places.values():
+        _one_stage_and_microbatch(at, found)
+    _uneven_copies(schedule, found)
+    makers = {(a.action.stage, a.action.microbatch, a.action.kind in "BI"): a
+              for at in places.values() for a in reversed(at) if a.action.kind in "FBI"}  # fmt: skip
+    waits = _waits(schedule, places, makers, found)
+    _updates(schedule, found)
+    _stuck(schedule, waits, found)
+    return found
+
+
+def _missing_numbers(schedule: Schedule, places, found: Problems) -> None:
+    """Whole stages and micro-batches that don't occur, then single actions."""
+    lost_stages = [s for s in range(schedule.stages) if s not in schedule.holders]
+    seen = {microbatch for _, microbatch in places}
+    lost = [m for m in range(schedule.microbatches) if m not in seen]
+    for what, numbers, last in (("stage", lost_stages, schedule.stages - 1),
+                                ("micro-batch", lost, schedule.microbatches - 1)):  # fmt: skip
+        for number in numbers:
+            found.add(0, 0, f"{what} {number} is in no row, though {what} {last} is")
+    missing: dict[tuple, list[int]] = defaultdict(list)
+    for stage, microbatch in product(schedule.holders, sorted(seen)):
+        at = places.get((stage, microbatch))
+        row = at[0].row if at else schedule.holders[stage][0]
+        kinds = {here.action.kind for here in at or ()}
+        for kind, because in _missing_kinds(kinds, schedule.forward_only):
+            missing[row, stage, kind, because].append(microbatch)
+    for (row, stage, kind, because), microbatches in missing.items():
+        names = ", ".join(f"{stage}{kind}{m}" for m in microbatches)
+        verb = "is" if len(microbatches) == 1 else "are"
+        found.add(row, len(schedule.rows[row]), f"row {row}: {names} {verb} missing ({because})")
+
+
+def _one_stage_and_microbatch(at: list[_At], found: Problems) -> None:
+    """The actions of one stage and micro-batch: each once, on one row, in order."""
+    first: dict[str, _At] = {}
+    for here in at:
+        kind = here.action.kind
+        if kind in first:
+            found.add(here.row, here.place, f"{here}: stands twice, first at {first[kind]}")
+            continue
+        first[kind] = here
+        start = at[0]
+        if here.row != start.row:
+            found.add(here.row, here.place, f"{here}: stands apart from {start}; one rank does "
+                      "all of one stage and micro-batch")  # fmt: skip
+    for before, after in _BEFORE:
+        one, two = first.get(before), first.get(after)
+        if one and two and one.row == two.row and one.place >= two.place:
+            found.add(two.row, two.place, f"{two}: stands before its {one.action}, which comes "
+                      f"at place {one.place}")  # fmt: skip
+    if "B" in first:
+        for half in first.keys() & {"I", "W"}:
+            here = first[half]
+            found.add(here.row, here.place, f"{here}: {first['B'].action} already is the whole "
+                      "backward pass; write either B, or I and W")  # fmt: skip
+
+
+def _missing_kinds(kinds: set[str], forward_only: bool) -> list[tuple[str, str]]:
+    missing = []
+    if "F" not in kinds:
+        missing.append(("F", "every micro-batch goes forward through every stage"))
+    if not forward_only and not kinds & {"B", "I", "W"}:
+        missing.append(("B", "without its backward pass a stage lacks a gradient"))
+    if "I" in kinds and "W" not in kinds:
+        missing.append(("W", "there is an I, so the weights still lack their gradient"))
+    if "W" in kinds and "I" not in kinds and "B" not in kinds:
+        missing.append(("I", "there is a W, which follows on an I"))
+    return missing
+
+
+def _uneven_copies(schedule: Schedule, found: Problems) -> None:
+    counts = {stage: len(ranks) for stage, ranks in schedule.holders.items()}
+    usual = max(counts.values(), key=list(counts.values()).count)
+    for stage, count in counts.items():
+        if count != usual:
+            rows = ", ".join(map(str, schedule.holders[stage]))
+            found.add(schedule.holders[stage][-1], 0, f"stage {stage} stands on {count} rows "
+                      f"({rows}), other stages on {usual}")  # fmt: skip
+
+
+def _waits(schedule: Schedule, places, makers, found: Problems) -> dict[tuple[int, int], list]:
+    """What every place waits for on other rows; a wait for a later place on the same row is
+    a problem of its own."""
+    waits: dict[tuple[int, int], list[_At]] = defaultdict(list)
+    for at in places.values():
+        for here in at:
+            stage, kind, microbatch, _ = here.action
+            if kind == "F" and stage:
+                maker = makers.get((stage - 1, microbatch, False))
+            elif kind in "BI" and stage < schedule.stages - 1:
+                maker = makers.get((stage + 1, microbatch, True))
+            else:
+                continue
+            if maker is None:
+                continue  # reported as missing
+            if maker.row != here.row:
+                waits[here.row, here.place].append(maker)
+            elif maker.place >= here.place:
+                found.add(here.row, here.place, f"{here}: waits for {maker.action}, which comes "
+                          f"later on the same rank, at place {maker.place}")  # fmt: skip
+    return waits
+
+
+def _updates(schedule: Schedule, found: Problems) -> None:
+    """U stands behind the last gradient that it applies, and each later U applies more."""
+    for row, actions in enumerate(schedule.rows):
+        if not schedule.asynchronous:
+            return
+        pending: dict[int, set[int]] = defaultdict(set)
+        applied: dict[int, int] = {}
+        parts = [(place, part) for place, pair in enumerate(actions) for part in pair.parts]
+        for place, (stage, kind, microbatch, _) in parts:
+            if kind in "BW":
+                pending[stage].add(microbatch)
+            elif kind == "U":
+                here = f"row {row}, place {place} ({stage}U{microbatch})"
+                if microbatch not in pending[stage]:
+                    found.add(row, place, f"{here}: no gradient of micro-batch {microbatch} is "
+                              "there yet, or an earlier U has applied it")  # fmt: skip
+                pending[stage] = {m for m in pending[stage] if m > microbatch}
+                applied[stage] = max(applied.get(stage, -1), microbatch)
+        for stage in schedule.stages_of(row):
+            left = {m for m in pending[stage]}
+            if left:
+                found.add(row, len(actions), f"row {row}: no U of stage {stage} applies "
+                          f"micro-batch {max(left)}")  # fmt: skip
+
+
+def _stuck(schedule: Schedule, waits, found: Problems) -> None:
+    """Run the rows in any order that the waits allow; who can't go on is in a cycle or behind."""
+    at = [0] * schedule.ranks
+    moved = True
+    while moved:
+        moved = False
+        for row, actions in enumerate(schedule.rows):
+            while at[row] < len(actions) and all(
+                maker.place < at[maker.row] for maker in waits.get((row, at[row]), ())
+            ):
+                at[row] += 1
+                moved = True
+    stuck = {row: next(m for m in waits[row, at[row]] if m.place >= at[m.row])
+             for row in range(schedule.ranks) if at[row] < len(schedule.rows[row])}  # fmt: skip
+    seen: set[int] = set()
+    for row in stuck:
+        path = []
+        while row not in seen:
+            seen.add(row)
+            path.append(row)
+            row = stuck[row].row
+        if row not in path:
+            continue
+        cycle = path[path.index(row):]
+        cycle = cycle[cycle.index(min(cycle)):] + cycle[:cycle.index(min(cycle))]
+        lines = [
+            f"{_At(schedule.rows[r][at[r]], r, at[r])} waits for {stuck[r].action} "
+            f"at row {stuck[r].row}, place {stuck[r].place}"
+            for r in cycle
+        ]
+        first = min(cycle, key=lambda r: (at[r], r))
+        found.add(first, at[first], "deadlock, each waits for the next: " + "; ".join(lines))
+
+
+def _over_limit(schedule: Schedule, limit: Number, costs: Costs, found: Problems) -> None:
+    if isinstance(limit, bool) or not isinstance(limit, int | float | Fraction):
+        raise TypeError(f"memory_limit must be a number, not {limit!r}")
+    for row, levels in enumerate(memory_levels(schedule, costs)):
+        for place, (during, _) in enumerate(levels):
+            if during > limit:
+                here = _At(schedule.rows[row][place], row, place)
+                found.add(row, place, f"{here}: rank {row} then holds {during} micro-batches' "
+                          f"activations, the limit is {limit}")  # fmt: skip
+                break
+
+
+def memory_levels(schedule: Schedule, costs: Costs) -> list[list[tuple[Number, Number]]]:
+    """For every rank and action what the rank holds during the action, and after it.
+
+    Counted in whole-share micro-batches, or in the unit of the sizes where they are lists: from
+    the start of F to the end of B or W; only the stage's input from F to the start of R. A
+    forward-only table keeps nothing.
+    """
+    if schedule.forward_only:
+        return [[(0, 0)] * len(row) for row in schedule.rows]
+    names = ("input_size", "forward_size", "weight_size")
+    inputs, kept, kept_weight = (costs.per_stage(name, schedule) for name in names)
+    again = {
+        (a.stage, a.microbatch) for row in schedule.rows for a in row if a.kind == "R"
+    } if schedule.recomputes else ()  # fmt: skip
+    split = {
+        (a.stage, a.microbatch) for row in schedule.rows for a in row if a.kind == "I"
+    } if schedule.splits_backward else ()  # fmt: skip
+    rows = []
+    for row in schedule.rows:
+        level: Number = 0
+        levels = []
+        for action in row:
+            after = level
+            for stage, kind, microbatch, _ in (action,) if action[3] is None else action.parts:
+                if kind == "F":
+                    small = again and (stage, microbatch) in again
+                    change = inputs[stage] if small else kept[stage]
+                elif kind == "R":
+                    change = kept[stage] - inputs[stage]
+                elif kind == "B":
+                    after -= kept[stage]
+                    continue
+                elif kind == "I":
+                    after -= kept[stage] - kept_weight[stage]
+                    continue
+                elif kind == "W":
+                    if split and (stage, microbatch) in split:
+                        after -= kept_weight[stage]
+                    continue
+                else:
+                    continue
+                level += change
+                after += change
+            levels.append((max(level, after), after))
+            level = after
+        rows.append(levels)
+    return rows

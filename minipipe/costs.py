@@ -1,0 +1,129 @@
+"""What actions, messages and kept activations cost: numbers in, exact numbers a stage out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from numbers import Rational
+
+from minipipe.schedule import Schedule
+
+Number = int | float | Fraction
+PerStage = Number | Sequence[Number]
+PerLink = Number | Mapping[tuple[int, int], Number] | None
+
+
+def exact(value: Number) -> Number:
+    """A fraction that is whole as an int; everything else as it is."""
+    if isinstance(value, Fraction) and value.denominator == 1:
+        return value.numerator
+    return value
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times and sizes; the unit of time is the caller's own, ints and fractions stay exact.
+
+    A number is the cost of one rank's whole share of the model (1/ranks of it) for one
+    micro-batch, of which a stage takes ranks / stages; a list gives each stage's own cost as it
+    is. B costs backward_input + backward_weight.
+
+    forward, backward_input, backward_weight, recompute: times of F, I, W and R (R: as F).
+    update: time of U. exchange: the share (0 … 1) of every action that is an exchange inside the
+    stage, which an overlapped pair hides behind the other micro-batch's compute.
+    latency: time of one message; bandwidth: message sizes a unit of time (None: no limit); both a
+    number for all links, or a mapping from (source rank, target rank), other links being free.
+    message_size: size of what crosses the border behind a stage; each gradient has it too.
+    input_size, forward_size, weight_size: what a micro-batch keeps in memory as a stage's input
+    (only where R computes the rest again), from F to the end of B or I, and from I to W.
+    """
+
+    forward: PerStage = 1
+    backward_input: PerStage = 1
+    backward_weight: PerStage = 1
+    latency: PerLink = 0
+    bandwidth: PerLink = None
+    exchange: Number = 0
+    recompute: PerStage | None = None
+    update: PerStage = 0
+    message_size: PerStage = 0
+    input_size: PerStage = 0
+    forward_size: PerStage = 1
+    weight_size: PerStage = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            values = value.values() if isinstance(value, Mapping) else value
+            for number in values if isinstance(values, Sequence | type({}.values())) else [values]:
+                if number is None and field.default is None:
+                    continue
+                if isinstance(number, bool) or not isinstance(number, int | float | Fraction):
+                    raise TypeError(f"{field.name} must be a number, not {number!r}")
+                if not number >= 0 or number == math.inf:
+                    raise ValueError(f"{field.name} must be finite and not negative, not {number}")
+                if field.name == "bandwidth" and number == 0:
+                    raise ValueError("bandwidth must be greater than 0 (None: no limit)")
+        if self.exchange > 1:
+            raise ValueError(f"exchange is a share between 0 and 1, not {self.exchange}")
+
+    def per_stage(self, name: str, schedule: Schedule) -> list[Number]:
+        """The costs called `name` of each stage of a schedule, exact."""
+        value = getattr(self, name)
+        if name == "recompute" and value is None:
+            return self.per_stage("forward", schedule)
+        if isinstance(value, Sequence):
+            if len(value) != schedule.stages:
+                raise ValueError(
+                    f"{name} has {len(value)} costs, but the schedule has {schedule.stages} stages"
+                )
+            return list(value)
+        if name in ("message_size", "update"):
+            return [value] * schedule.stages
+        return [exact(value * Fraction(schedule.ranks, schedule.stages))] * schedule.stages
+
+    def link(self, source: int, target: int, size: Number) -> tuple[Number, Number]:
+        """Latency and time on the wire of a message of `size` from rank to rank."""
+        latency, bandwidth = (
+            value.get((source, target)) if isinstance(value, Mapping) else value
+            for value in (self.latency, self.bandwidth)
+        )
+        wire = 0 if bandwidth is None or not size else Fraction(size) / Fraction(bandwidth)
+        floats = isinstance(size, float) or isinstance(bandwidth, float)
+        return latency or 0, float(wire) if floats else exact(wire)
+
+
+def pair_time(forward: Number, backward: Number, exchange: Number) -> Number:
+    """Time of an overlapped pair: its exchange hides behind the other one's compute."""
+    if not exchange:
+        return forward + backward
+    return exact(max((1 - exchange) * (forward + backward), forward, backward))
+
+
+def action_time(costs: Costs, schedule: Schedule) -> Callable:
+    """A function from an action, or an overlapped pair, to its time."""
+    stages = {n: costs.per_stage(n, schedule) for n in ("forward", "backward_input",
+              "backward_weight", "recompute", "update")}  # fmt: skip
+    backward = [i + w for i, w in
+                zip(stages["backward_input"], stages["backward_weight"], strict=True)]  # fmt: skip
+    times = {"F": stages["forward"], "B": backward, "I": stages["backward_input"],
+             "W": stages["backward_weight"], "R": stages["recompute"],
+             "U": stages["update"]}  # fmt: skip
+
+    def time(action) -> Number:
+        stage, kind, _, other = action
+        if other is None:
+            return times[kind][stage]
+        return pair_time(times["F"][stage], times["B"][other.stage], costs.exchange)
+
+    return time
+
+
+def common_scale(numbers) -> int:
+    """The least factor that makes all fractions whole; 1 where a float is among them."""
+    numbers = list(numbers)
+    if any(not isinstance(n, Rational) for n in numbers):
+        return 1
+    return math.lcm(*(n.denominator for n in numbers)) if numbers else 1

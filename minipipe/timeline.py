@@ -1,0 +1,172 @@
+"""When each action ran: one class for what was predicted and for what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from minipipe.actions import Action
+from minipipe.costs import Number, exact
+from minipipe.schedule import Schedule
+
+
+class Span(NamedTuple):
+    """One action of one rank, from `start` to `end`."""
+
+    rank: int
+    action: Action
+    start: Number
+    end: Number
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """The four bubbles in use (they differ, so every table and figure names its own).
+
+    idle_over_total: 1 - busy / (ranks x makespan), as in GPipe and Chimera.
+    idle_over_ideal: (makespan - ideal) / ideal, as in Megatron-LM and Llama 3.
+    own_span: the largest over the ranks of (own span - busy) / own span, where a rank's own span
+    goes from its first start to its last end: the rate of the Zero Bubble papers.
+    time: makespan - ideal, in the unit of the timeline.
+    """
+
+    idle_over_total: Number
+    idle_over_ideal: Number
+    own_span: Number
+    time: Number
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A rank's idle time: before its first action, between its actions, and after its last."""
+
+    fill: Number
+    inside: Number
+    drain: Number
+
+
+def ratio(part: Number, whole: Number) -> Number:
+    """part / whole, exact where both are; 0 of nothing is 0."""
+    if not whole:
+        return 0
+    if isinstance(part, float) or isinstance(whole, float):
+        return part / whole
+    return exact(Fraction(part) / Fraction(whole))
+
+
+class Timeline:
+    """Starts and ends of all actions of a schedule, on one clock that starts at 0.
+
+    starts, ends: flat, in the order of the rows. levels: for each action what its rank keeps in
+    memory during and after it. origin: "predicted", "measured" or "emulated" (real processes,
+    paced as devices of their own). time_unit: "" for the unit of the costs, "s" for seconds;
+    memory_unit: "micro-batches" (whole-share) or "bytes".
+    time_scale: what the stored times have to be divided by, so that exact times can be ints.
+    """
+
+    def __init__(self, schedule: Schedule, starts: Sequence[Number], ends: Sequence[Number],
+                 levels: Sequence[Sequence[tuple[Number, Number]]], *, origin: str = "predicted",
+                 time_unit: str = "", memory_unit: str = "micro-batches", time_scale: int = 1,
+                 bytes_sent: Sequence[Number] = (), messages: int = 0,
+                 transfers: Sequence[Number] = (),
+                 lower_bound: Number | None = None):  # fmt: skip
+        self.schedule = schedule
+        self.levels = levels
+        self.origin, self.time_unit, self.memory_unit = origin, time_unit, memory_unit
+        self.bytes_sent = tuple(bytes_sent)
+        self.messages = messages
+        self.transfers = tuple(transfers)
+        self.lower_bound = lower_bound
+        self._starts, self._ends, self._scale = starts, ends, time_scale
+        self._first = [0]
+        for row in schedule.rows:
+            self._first.append(self._first[-1] + len(row))
+
+    def _time(self, stored: Number) -> Number:
+        return stored if self._scale == 1 else exact(Fraction(stored, self._scale))
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """All actions with their times, rank after rank."""
+        actions = ((rank, a) for rank, row in enumerate(self.schedule.rows) for a in row)
+        return tuple(
+            Span(rank, action, self._time(start), self._time(end))
+            for (rank, action), start, end in zip(actions, self._starts, self._ends, strict=True)
+        )
+
+    def spans_of(self, rank: int) -> tuple[Span, ...]:
+        """The actions of one rank, in its order."""
+        return self.spans[self._first[rank] : self._first[rank + 1]]
+
+    @cached_property
+    def _makespan(self) -> Number:
+        return max(self._ends)
+
+    @cached_property
+    def _busy(self) -> list[Number]:
+        return [
+            sum(self._ends[begin:end]) - sum(self._starts[begin:end])
+            for begin, end in pairwise(self._first)
+        ]
+
+    @property
+    def makespan(self) -> Number:
+        """Time from the first start to the last end, of all ranks."""
+        return self._time(self._makespan)
+
+    @property
+    def busy(self) -> tuple[Number, ...]:
+        """The time that each rank computes."""
+        return tuple(map(self._time, self._busy))
+
+    @property
+    def ideal(self) -> Number:
+        """Busy time of the busiest rank: the makespan without any bubble."""
+        return self._time(max(self._busy))
+
+    @cached_property
+    def bubble(self) -> Bubble:
+        """The four bubbles, each under its own name."""
+        total, ideal = self._makespan, max(self._busy)
+        own = []
+        for begin, end, busy in zip(self._first, self._first[1:], self._busy, strict=False):
+            span = self._ends[end - 1] - self._starts[begin] if end > begin else 0
+            own.append(ratio(span - busy, span))
+        return Bubble(
+            idle_over_total=ratio(total * self.schedule.ranks - sum(self._busy),
+                                  total * self.schedule.ranks),
+            idle_over_ideal=ratio(total - ideal, ideal),
+            own_span=max(own),
+            time=self._time(total - ideal),
+        )  # fmt: skip
+
+    @cached_property
+    def waiting(self) -> tuple[Waiting, ...]:
+        """Each rank's idle time, split into fill, inside and drain."""
+        result = []
+        for begin, end, busy in zip(self._first, self._first[1:], self._busy, strict=False):
+            if end == begin:
+                result.append(Waiting(self.makespan, 0, 0))
+                continue
+            start, stop = self._starts[begin], self._ends[end - 1]
+            parts = (start, stop - start - busy, self._makespan - stop)
+            result.append(Waiting(*map(self._time, parts)))
+        return tuple(result)
+
+    @cached_property
+    def peak_activations(self) -> tuple[Number, ...]:
+        """The most that each rank keeps at once, in `memory_unit`."""
+        return tuple(
+            exact(max((during for during, _ in levels), default=0)) for levels in self.levels
+        )
+
+    def memory_curve(self, rank: int) -> tuple[tuple[Number, Number], ...]:
+        """(time, kept from then on) of one rank, in `memory_unit`."""
+        curve: list[tuple[Number, Number]] = [(0, 0)]
+        for span, (during, after) in zip(self.spans_of(rank), self.levels[rank], strict=True):
+            curve += [(span.start, during), (span.end, after)]
+        return tuple(curve)
