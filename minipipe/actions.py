@@ -13,7 +13,8 @@ KINDS = {
     "R": "recompute",
     "U": "weight update",
 }
-_ACTION = re.compile(r"(\d+)([FBIWRU])(\d+)")
+LARGEST = 10**9 - 1  # of the numbers of stages and micro-batches
+_ACTION = re.compile(r"([0-9]{1,9})([FBIWRU])([0-9]{1,9})")
 # torch writes a pair with the name of its computation type behind the bracket.
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)(?:OVERLAP_F_B)?")
 
@@ -25,7 +26,8 @@ class ScheduleError(ValueError):
     """
 
     def __init__(self, *reasons: str):
-        super().__init__("\n".join(reasons))
+        more = len(reasons) - 20
+        super().__init__("\n".join(reasons[:20]) + (f"\n… and {more} more" if more > 0 else ""))
         self.reasons = reasons
 
 
@@ -54,6 +56,8 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read `3F5` or `(0F4;7B3)`, also in torch's spelling; ScheduleError for anything else."""
+        if not isinstance(text, str):
+            raise ScheduleError(f"{text!r} is not an action, nor its text, such as '3F5'")
         text = text.strip()
         pair = _PAIR.fullmatch(text)
         if pair:
@@ -63,8 +67,11 @@ class Action(NamedTuple):
             return forward._replace(overlapped=backward)
         match = _ACTION.fullmatch(text)
         if match is None:
+            hint = "torch's sends and receives are not read: dump with format='compute_only'" if (
+                re.search("SEND|RECV|SHARD|REDUCE", text)) else "as in 3F5"  # fmt: skip
+            short = text if len(text) <= 40 else text[:40] + "…"
             raise ScheduleError(
-                f"'{text}' is not an action: write stage, one of {' '.join(KINDS)}, micro-batch, "
-                "as in 3F5"
+                f"'{short}' is not an action: write stage, one of {' '.join(KINDS)}, micro-batch, "
+                f"the numbers with at most nine digits; {hint}"
             )
         return cls(int(match[1]), match[2], int(match[3]))

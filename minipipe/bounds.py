@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from minipipe.costs import Costs, Number, exact
+from minipipe.costs import Costs, Number, exact, given
 from minipipe.schedule import Schedule
 
 
@@ -17,7 +17,7 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None) -> Number:
     F + B (or less, where it hides an exchange), takes the latency of messages into account but
     no memory limit, and no update. Common start and common end.
     """
-    costs = costs or Costs()
+    costs = given(schedule, costs)
     names = ("forward", "backward_input", "backward_weight", "recompute", "message_size")
     forward, inputs, weights, again, sizes = (costs.per_stage(n, schedule) for n in names)
     last = schedule.stages - 1
@@ -41,22 +41,23 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None) -> Number:
     for stage in reversed(range(last)):
         leave[stage] = leave[stage + 1] + forward[stage + 1] + hop(stage, stage + 1)
 
+    time = {"F": forward, "B": [i + w for i, w in zip(inputs, weights, strict=True)],
+            "I": inputs, "W": weights, "R": again, "U": [0] * (last + 1)}  # fmt: skip
     bounds: list[Number] = []
-    for rank, row in enumerate(schedule.rows):
-        if not row:
+    for rank, count in enumerate(schedule.counts):
+        if not count:
             continue
         stages = schedule.stages_of(rank)
         release = min(arrive[stage] for stage in stages)
-        time = {"F": forward, "B": [i + w for i, w in zip(inputs, weights, strict=True)],
-                "I": inputs, "W": weights, "R": again}  # fmt: skip
-        parts = [part for action in row for part in action.parts if part.kind != "U"]
-        work = sum(time[part.kind][part.stage] for part in parts) * hide
+        work = {kind: 0 for kind in time}
+        for (kind, stage), number in count.items():
+            work[kind] += number * time[kind][stage]
+        total = sum(work.values()) * hide
         if schedule.forward_only:
-            bounds.append(release + work + min(leave[stage] for stage in stages))
+            bounds.append(release + total + min(leave[stage] for stage in stages))
             continue
-        tail = min(chain[stage] for stage in stages) if fused else 0
-        bounds.append(release + work + tail)
-        if not fused and not any(part.kind in "BR" for part in parts):
-            urgent = sum(time[part.kind][part.stage] for part in parts if part.kind != "W") * hide
+        bounds.append(release + total + (min(chain[stage] for stage in stages) if fused else 0))
+        if not fused and not any(kind in "BR" for kind, _ in count):
+            urgent = total - work["W"] * hide
             bounds.append(release + urgent + min(chain[s] for s in stages) + weights[0])
     return exact(max(bounds))

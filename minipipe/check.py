@@ -5,15 +5,18 @@ Rows and places are counted from 0, as ranks, stages and micro-batches are.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import product
+from itertools import accumulate, islice, pairwise
+from operator import itemgetter
 
 from minipipe.actions import Action, ScheduleError
-from minipipe.costs import Costs, Number
+from minipipe.costs import Costs, Number, common_scale, exact, given
 from minipipe.schedule import Schedule
 
+_FEW = 8  # so many missing actions are named, the others are counted
+_KIND_AND_STAGE = itemgetter(1, 0)
 # What has to stand before what, for one stage and micro-batch on its row.
 _BEFORE = [("F", "B"), ("F", "I"), ("F", "R"), ("R", "B"), ("R", "I"), ("I", "W"), ("F", "W")]
 
@@ -50,9 +53,13 @@ def check(schedule: Schedule, memory_limit: Number | None = None,
 
     memory_limit: what a rank may hold at most, in whole-share micro-batches (sizes from `costs`).
     """
+    costs = given(schedule, costs)
+    if memory_limit is not None and (isinstance(memory_limit, bool) or not isinstance(
+            memory_limit, int | float | Fraction) or not memory_limit >= 0):  # fmt: skip
+        raise TypeError(f"memory_limit must be a number, at least 0, not {memory_limit!r}")
     found = problems(schedule)
-    if memory_limit is not None:
-        _over_limit(schedule, memory_limit, costs or Costs(), found)
+    if memory_limit is not None and len(schedule.holders) == schedule.stages:
+        _over_limit(schedule, memory_limit, costs, found)
     if found.found:
         raise found.error()
 
@@ -73,8 +80,8 @@ def problems(schedule: Schedule) -> Problems:
     for at in places.values():
         _one_stage_and_microbatch(at, found)
     _uneven_copies(schedule, found)
-    makers = {(a.action.stage, a.action.microbatch, a.action.kind in "BI"): a
-              for at in places.values() for a in reversed(at) if a.action.kind in "FBI"}  # fmt: skip
+    makers = {(a.action.stage, a.action.microbatch, a.action.kind in "BI"): a for at in
+              places.values() for a in reversed(at) if a.action.kind in "FBI"}  # fmt: skip
     waits = _waits(schedule, places, makers, found)
     _updates(schedule, found)
     _stuck(schedule, waits, found)
@@ -83,22 +90,32 @@ def problems(schedule: Schedule) -> Problems:
 
 def _missing_numbers(schedule: Schedule, places, found: Problems) -> None:
     """Whole stages and micro-batches that don't occur, then single actions."""
-    lost_stages = [s for s in range(schedule.stages) if s not in schedule.holders]
-    seen = {microbatch for _, microbatch in places}
-    lost = [m for m in range(schedule.microbatches) if m not in seen]
-    for what, numbers, last in (("stage", lost_stages, schedule.stages - 1),
-                                ("micro-batch", lost, schedule.microbatches - 1)):  # fmt: skip
-        for number in numbers:
-            found.add(0, 0, f"{what} {number} is in no row, though {what} {last} is")
+    seen = sorted({microbatch for _, microbatch in places})
+    for what, numbers in (("stage", schedule.holders), ("micro-batch", seen)):
+        for low, high in pairwise([-1, *numbers]):
+            lost = f"{what} {low + 1} is" if high == low + 2 else (
+                f"{what}s {low + 1} to {high - 1} are")  # fmt: skip
+            if high > low + 1:
+                found.add(0, 0, f"{lost} in no row, though {what} {high} is")
+    here: dict[int, int] = Counter(stage for stage, _ in places)
     missing: dict[tuple, list[int]] = defaultdict(list)
-    for stage, microbatch in product(schedule.holders, sorted(seen)):
-        at = places.get((stage, microbatch))
-        row = at[0].row if at else schedule.holders[stage][0]
-        kinds = {here.action.kind for here in at or ()}
+    more: dict[tuple, int] = Counter()
+    for (stage, microbatch), at in places.items():
+        kinds = {one.action.kind for one in at}
         for kind, because in _missing_kinds(kinds, schedule.forward_only):
-            missing[row, stage, kind, because].append(microbatch)
-    for (row, stage, kind, because), microbatches in missing.items():
-        names = ", ".join(f"{stage}{kind}{m}" for m in microbatches)
+            missing[at[0].row, stage, kind, because].append(microbatch)
+    for stage, rows in schedule.holders.items():
+        lost = len(seen) - here[stage]
+        few = list(islice((m for m in seen if (stage, m) not in places), min(lost, _FEW)))
+        for kind, because in _missing_kinds(set(), schedule.forward_only) if few else ():
+            missing[rows[0], stage, kind, because] += few
+            more[rows[0], stage, kind, because] = lost - len(few)
+    for key, microbatches in missing.items():
+        row, stage, kind, because = key
+        names = ", ".join(f"{stage}{kind}{m}" for m in sorted(microbatches)[:_FEW])
+        others = len(microbatches) - _FEW if len(microbatches) > _FEW else 0
+        if others + more[key]:
+            names += f" and {others + more[key]} more"
         verb = "is" if len(microbatches) == 1 else "are"
         found.add(row, len(schedule.rows[row]), f"row {row}: {names} {verb} missing ({because})")
 
@@ -138,12 +155,14 @@ def _missing_kinds(kinds: set[str], forward_only: bool) -> list[tuple[str, str]]
         missing.append(("W", "there is an I, so the weights still lack their gradient"))
     if "W" in kinds and "I" not in kinds and "B" not in kinds:
         missing.append(("I", "there is a W, which follows on an I"))
+    if forward_only and "R" in kinds:
+        missing.append(("B", "there is an R, which computes again for a backward pass"))
     return missing
 
 
 def _uneven_copies(schedule: Schedule, found: Problems) -> None:
     counts = {stage: len(ranks) for stage, ranks in schedule.holders.items()}
-    usual = max(counts.values(), key=list(counts.values()).count)
+    usual = Counter(counts.values()).most_common(1)[0][0]
     for stage, count in counts.items():
         if count != usual:
             rows = ", ".join(map(str, schedule.holders[stage]))
@@ -176,11 +195,8 @@ def _waits(schedule: Schedule, places, makers, found: Problems) -> dict[tuple[in
 
 def _updates(schedule: Schedule, found: Problems) -> None:
     """U stands behind the last gradient that it applies, and each later U applies more."""
-    for row, actions in enumerate(schedule.rows):
-        if not schedule.asynchronous:
-            return
+    for row, actions in enumerate(schedule.rows if schedule.asynchronous else ()):
         pending: dict[int, set[int]] = defaultdict(set)
-        applied: dict[int, int] = {}
         parts = [(place, part) for place, pair in enumerate(actions) for part in pair.parts]
         for place, (stage, kind, microbatch, _) in parts:
             if kind in "BW":
@@ -191,12 +207,10 @@ def _updates(schedule: Schedule, found: Problems) -> None:
                     found.add(row, place, f"{here}: no gradient of micro-batch {microbatch} is "
                               "there yet, or an earlier U has applied it")  # fmt: skip
                 pending[stage] = {m for m in pending[stage] if m > microbatch}
-                applied[stage] = max(applied.get(stage, -1), microbatch)
         for stage in schedule.stages_of(row):
-            left = {m for m in pending[stage]}
-            if left:
+            if pending[stage]:
                 found.add(row, len(actions), f"row {row}: no U of stage {stage} applies "
-                          f"micro-batch {max(left)}")  # fmt: skip
+                          f"micro-batch {max(pending[stage])}")  # fmt: skip
 
 
 def _stuck(schedule: Schedule, waits, found: Problems) -> None:
@@ -234,8 +248,6 @@ def _stuck(schedule: Schedule, waits, found: Problems) -> None:
 
 
 def _over_limit(schedule: Schedule, limit: Number, costs: Costs, found: Problems) -> None:
-    if isinstance(limit, bool) or not isinstance(limit, int | float | Fraction):
-        raise TypeError(f"memory_limit must be a number, not {limit!r}")
     for row, levels in enumerate(memory_levels(schedule, costs)):
         for place, (during, _) in enumerate(levels):
             if during > limit:
@@ -245,6 +257,38 @@ def _over_limit(schedule: Schedule, limit: Number, costs: Costs, found: Problems
                 break
 
 
+def _kept(schedule: Schedule, costs: Costs) -> tuple[list[list[Number]], int]:
+    """By how much each action changes what its rank keeps, the parts of a pair one by one, times
+    a scale that makes exact sizes ints."""
+    if schedule.forward_only:
+        return [[0] * len(row) for row in schedule.parts], 1
+    names = ("input_size", "forward_size", "weight_size")
+    table: dict[tuple[str, int], Number] = {}
+    for stage, sizes in enumerate(zip(*(costs.per_stage(n, schedule) for n in names), strict=True)):
+        inputs, kept, weights = sizes
+        changes = {"F": kept, "B": -kept, "I": weights - kept, "W": -weights, "U": 0,
+                   "R": kept - inputs, "again": inputs}  # fmt: skip
+        table |= {(kind, stage): change for kind, change in changes.items()}
+    scale = common_scale(table.values())
+    if scale > 1:
+        table = {key: int(change * scale) for key, change in table.items()}
+    rows = [list(map(table.__getitem__, map(_KIND_AND_STAGE, row))) for row in schedule.parts]
+    if schedule.recomputes:
+        again = {(a.stage, a.microbatch) for row in schedule.parts for a in row if a.kind == "R"}
+        for row, changes in zip(schedule.parts, rows, strict=True):
+            for place, (stage, kind, microbatch, _) in enumerate(row):
+                if kind == "F" and (stage, microbatch) in again:
+                    changes[place] = table["again", stage]
+    return rows, scale
+
+
+def memory_peaks(schedule: Schedule, costs: Costs) -> list[Number]:
+    """The most that each rank keeps at once; see `memory_levels`."""
+    rows, scale = _kept(schedule, costs)
+    peaks = [max(accumulate(changes, initial=0)) for changes in rows]
+    return [exact(Fraction(peak, scale)) for peak in peaks] if scale > 1 else peaks
+
+
 def memory_levels(schedule: Schedule, costs: Costs) -> list[list[tuple[Number, Number]]]:
     """For every rank and action what the rank holds during the action, and after it.
 
@@ -252,43 +296,19 @@ def memory_levels(schedule: Schedule, costs: Costs) -> list[list[tuple[Number, N
     the start of F to the end of B or W; only the stage's input from F to the start of R. A
     forward-only table keeps nothing.
     """
-    if schedule.forward_only:
-        return [[(0, 0)] * len(row) for row in schedule.rows]
-    names = ("input_size", "forward_size", "weight_size")
-    inputs, kept, kept_weight = (costs.per_stage(name, schedule) for name in names)
-    again = {
-        (a.stage, a.microbatch) for row in schedule.rows for a in row if a.kind == "R"
-    } if schedule.recomputes else ()  # fmt: skip
-    split = {
-        (a.stage, a.microbatch) for row in schedule.rows for a in row if a.kind == "I"
-    } if schedule.splits_backward else ()  # fmt: skip
-    rows = []
-    for row in schedule.rows:
-        level: Number = 0
-        levels = []
+    rows, scale = _kept(schedule, costs)
+    result = []
+    for row, changes in zip(schedule.rows, rows, strict=True):
+        levels, level = [], 0
+        following = iter(changes)
         for action in row:
-            after = level
-            for stage, kind, microbatch, _ in (action,) if action[3] is None else action.parts:
-                if kind == "F":
-                    small = again and (stage, microbatch) in again
-                    change = inputs[stage] if small else kept[stage]
-                elif kind == "R":
-                    change = kept[stage] - inputs[stage]
-                elif kind == "B":
-                    after -= kept[stage]
-                    continue
-                elif kind == "I":
-                    after -= kept[stage] - kept_weight[stage]
-                    continue
-                elif kind == "W":
-                    if split and (stage, microbatch) in split:
-                        after -= kept_weight[stage]
-                    continue
-                else:
-                    continue
-                level += change
-                after += change
-            levels.append((max(level, after), after))
-            level = after
-        rows.append(levels)
-    return rows
+            most = level
+            for _ in action.parts:
+                level += next(following)
+                most = max(most, level)
+            levels.append((most, level))
+        result.append(levels)
+    if scale == 1:
+        return result
+    return [[(exact(Fraction(most, scale)), exact(Fraction(level, scale)))
+             for most, level in levels] for levels in result]  # fmt: skip

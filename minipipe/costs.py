@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from numbers import Rational
 
+from minipipe.actions import ScheduleError
 from minipipe.schedule import Schedule
 
 Number = int | float | Fraction
@@ -57,7 +58,14 @@ class Costs:
         for field in fields(self):
             value = getattr(self, field.name)
             values = value.values() if isinstance(value, Mapping) else value
-            for number in values if isinstance(values, Sequence | type({}.values())) else [values]:
+            links = field.name in ("latency", "bandwidth")
+            many = isinstance(value, Mapping | Sequence)
+            if many and (field.name == "exchange" or links != isinstance(value, Mapping)
+                         or isinstance(value, str)):  # fmt: skip
+                legal = "a mapping from (source, target)" if links else "a list, one a stage"
+                legal = "a number" if field.name == "exchange" else "a number or " + legal
+                raise TypeError(f"{field.name} must be {legal}, not {value!r}")
+            for number in values if many else [values]:
                 if number is None and field.default is None:
                     continue
                 if isinstance(number, bool) or not isinstance(number, int | float | Fraction):
@@ -66,11 +74,20 @@ class Costs:
                     raise ValueError(f"{field.name} must be finite and not negative, not {number}")
                 if field.name == "bandwidth" and number == 0:
                     raise ValueError("bandwidth must be greater than 0 (None: no limit)")
+            keys = value if isinstance(value, Mapping) else ()
+            if not all(isinstance(key, tuple) and {*map(type, key)} == {int} and len(key) == 2
+                       for key in keys):  # fmt: skip
+                raise TypeError(f"{field.name} needs pairs (source rank, target rank) as keys")
         if self.exchange > 1:
             raise ValueError(f"exchange is a share between 0 and 1, not {self.exchange}")
 
     def per_stage(self, name: str, schedule: Schedule) -> list[Number]:
         """The costs called `name` of each stage of a schedule, exact."""
+        if len(schedule.holders) < schedule.stages:
+            raise ScheduleError(
+                f"only {len(schedule.holders)} of the stages 0 to {schedule.stages - 1} are in the "
+                "rows; check says which are not"
+            )
         value = getattr(self, name)
         if name == "recompute" and value is None:
             return self.per_stage("forward", schedule)
@@ -93,6 +110,16 @@ class Costs:
         wire = 0 if bandwidth is None or not size else Fraction(size) / Fraction(bandwidth)
         floats = isinstance(size, float) or isinstance(bandwidth, float)
         return latency or 0, float(wire) if floats else exact(wire)
+
+
+def given(schedule: Schedule, costs: Costs | None) -> Costs:
+    """The costs, or the default ones; TypeError where arguments are not what they should be."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"a Schedule is needed, not {type(schedule).__name__}; build makes one by "
+                        "name, Schedule.parse from text")  # fmt: skip
+    if costs is not None and not isinstance(costs, Costs):
+        raise TypeError(f"costs must be Costs(...), not {type(costs).__name__}")
+    return costs or Costs()
 
 
 def pair_time(forward: Number, backward: Number, exchange: Number) -> Number:

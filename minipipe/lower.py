@@ -7,9 +7,15 @@ there is a message. Simulator and engine run the same lowered program.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
+from itertools import accumulate, chain
+from operator import ge, lt
 from typing import NamedTuple
 
 from minipipe.actions import Action
+from minipipe.check import problems
+from minipipe.costs import given
 from minipipe.schedule import Schedule
 
 
@@ -37,158 +43,153 @@ class Step(NamedTuple):
 
 
 class Program:
-    """The lowered schedule as flat arrays, one entry an action, row after row.
+    """The lowered schedule, flat: every single action is known by its code, an int.
 
-    Messages and local hand-overs are numbered: `stage * M + m` is the activation of `<stage>F<m>`,
-    `S * M + stage * M + m` the gradient that `<stage>B<m>` or `<stage>I<m>` computes.
-
-    first: where each rank's actions begin, with the end behind. needs: the number of what an
-    action waits for from another rank, or -1. gives: the number of what it sends to another rank,
-    or -1. Both name the forward's part in a pair, whose backward part stands in pair_needs and
-    pair_gives under the action's place. source, target: ranks by number, -1 where nobody is.
+    code: (kind, stage) -> the code of its micro-batch 0; those of the others follow on it.
+    first: where each rank's row begins in the joined rows, with the end behind. codes: those of
+    each rank's actions, of the forwards in pairs; paired: the code of the backward behind such a
+    forward. place: by code, where the action stands in the joined rows, or -1.
     """
 
-    def __init__(self, schedule: Schedule, first, needs, gives, pair_needs, pair_gives, source,
-                 target):  # fmt: skip
+    def __init__(self, schedule: Schedule):
         self.schedule = schedule
-        self.first: list[int] = first
-        self.needs: list[int] = needs
-        self.gives: list[int] = gives
-        self.pair_needs: dict[int, int] = pair_needs
-        self.pair_gives: dict[int, int] = pair_gives
-        self.source: list[int] = source
-        self.target: list[int] = target
+        self.first = [0, *accumulate(map(len, schedule.rows))]
+        stages, microbatches = schedule.stages, schedule.microbatches
+        kinds = sorted({kind for count in schedule.counts for kind, _ in count} | {*"FB"})
+        keys = [(kind, stage) for kind in kinds for stage in range(stages)]
+        self.code = {key: number * microbatches for number, key in enumerate(keys)}
+        base = {kind: [self.code[kind, stage] for stage in range(stages)] for kind in kinds}
+        self.codes = [[base[kind][stage] + m for stage, kind, m, _ in row]
+                      for row in schedule.rows]  # fmt: skip
+        self.paired: dict[int, int] = {}
+        if schedule.has_pairs:
+            actions = (action for row in schedule.rows for action in row)
+            for code, (_, _, _, other) in zip(chain(*self.codes), actions, strict=True):
+                if other is not None:
+                    self.paired[code] = base[other.kind][other.stage] + other.microbatch
+        self.place = [-1] * (len(keys) * microbatches)
+        for place, code in enumerate(chain(*self.codes)):
+            self.place[code] = place
+        for code, other in self.paired.items():
+            self.place[other] = self.place[code]
 
-    def message(self, number: int) -> Message:
-        """The message with this number."""
-        half = self.schedule.stages * self.schedule.microbatches
-        stage, microbatch = divmod(number % half, self.schedule.microbatches)
-        kind = "F" if number < half else "B"
-        return Message(kind, stage, microbatch, self.source[number], self.target[number])
+    def places(self, kind: str, stage: int) -> list[int]:
+        """Where the actions of one kind and stage stand, by micro-batch; -1 for none."""
+        microbatches = self.schedule.microbatches
+        begin = self.code.get((kind, stage))
+        return [-1] * microbatches if begin is None else self.place[begin : begin + microbatches]
+
+    def ranks(self, stage: int, places: list[int] | None = None) -> list[int]:
+        """The rank that runs a stage, by micro-batch; or that of some of its places."""
+        holders = self.schedule.holders[stage]
+        if len(holders) == 1:
+            return list(holders) * self.schedule.microbatches
+        places = self.places("F", stage) if places is None else places
+        return [bisect_right(self.first, place) - 1 for place in places]
+
+    def needs(self, kind: str, stage: int) -> list[int]:
+        """What the actions of one kind and stage wait for, by micro-batch: the code of another
+        action, or len(place) for nothing."""
+        back = kind in "BI"
+        source = stage + 1 if back else stage - 1
+        if kind not in "FBI" or not 0 <= source < self.schedule.stages:
+            return [len(self.place)] * self.schedule.microbatches
+        made = self.code["B" if back else "F", source]
+        codes = range(made, made + self.schedule.microbatches)
+        halves = self.code.get(("I", source))
+        if not back or halves is None:
+            return list(codes)
+        return [code if self.place[code] >= 0 else code - made + halves for code in codes]
+
+    def routes(self) -> Counter[tuple[str, int, int, int]]:
+        """How many messages there are of each kind and stage, from and to which rank."""
+        routes: Counter[tuple[str, int, int, int]] = Counter()
+        for stage in range(self.schedule.stages - 1):
+            one, other = self.schedule.holders[stage], self.schedule.holders[stage + 1]
+            if len(one) == len(other) == 1:
+                pairs = {one + other: self.schedule.microbatches}
+            else:
+                pairs = Counter(zip(self.ranks(stage), self.ranks(stage + 1), strict=True))
+            for (one, other), count in pairs.items():
+                if one != other:
+                    routes["F", stage, one, other] = count
+                    if not self.schedule.forward_only:
+                        routes["B", stage + 1, other, one] = count
+        return routes
 
     def steps(self, rank: int) -> tuple[Step, ...]:
         """What a rank does, action by action, with the messages before and behind each."""
-
-        def messages(one, pair, place) -> tuple[Message, ...]:
-            numbers = (one[place], pair.get(place, -1))
-            return tuple(self.message(number) for number in numbers if number >= 0)
-
-        return tuple(
-            Step(action, messages(self.needs, self.pair_needs, place),
-                 messages(self.gives, self.pair_gives, place))
-            for place, action in enumerate(self.schedule.rows[rank], self.first[rank])
-        )  # fmt: skip
+        where = {stage: self.ranks(stage) for stage in range(self.schedule.stages)}
+        last = self.schedule.stages - 1
+        steps = []
+        for action in self.schedule.rows[rank]:
+            receives, sends = [], []
+            for stage, kind, m, _ in action.parts:
+                if kind not in "FBI":
+                    continue
+                back, forth = (-1, 1) if kind == "F" else (1, -1)
+                kind = "F" if kind == "F" else "B"
+                source, target = stage + back, stage + forth
+                if 0 <= source <= last and where[source][m] != rank:
+                    receives.append(Message(kind, source, m, where[source][m], rank))
+                if 0 <= target <= last and where[target][m] != rank:
+                    sends.append(Message(kind, stage, m, rank, where[target][m]))
+            steps.append(Step(action, tuple(receives), tuple(sends)))
+        return tuple(steps)
 
     def channel(self, source: int, target: int) -> tuple[Message, ...]:
         """All messages of one ordered pair of ranks, in the order in which they are sent: the
         receives are posted in this order too, since NCCL knows no tags."""
         return tuple(m for step in self.steps(source) for m in step.sends if m.target == target)
 
-    def sent(self) -> list[int]:
-        """The numbers of all messages, in the order of the rows of their senders."""
-        if not self.pair_gives:
-            return [number for number in self.gives if number >= 0]
-        return [
-            number
-            for place, one in enumerate(self.gives)
-            for number in (one, self.pair_gives.get(place, -1))
-            if number >= 0
-        ]
-
 
 def lower(schedule: Schedule) -> Program:
     """Add the sends and receives that follow from the rows.
 
     Raises ScheduleError with all reasons (see `check`) if the rows are not a legal schedule, but
-    for a cycle between ranks, which shows when the program is run or simulated.
+    for a cycle of waiting actions, which shows when the program is run or simulated.
     """
-    program = _lower(schedule)
-    if program is None:
-        from minipipe.check import problems
-
-        raise problems(schedule).error()
-    return program
-
-
-def _lower(schedule: Schedule) -> Program | None:
-    """The program, or None as soon as the rows can't be legal; `check` then finds out why."""
-    stages, microbatches = schedule.stages, schedule.microbatches
-    half = stages * microbatches
-    maker = [-1] * (2 * half)  # where in the flat arrays the maker of each number stands
-    first, flat, weights = [0], [], set()
-    count = 0
-    for row in schedule.rows:
-        begin = count
-        for action in row:
-            for stage, kind, microbatch, _ in (action,) if action[3] is None else action.parts:
-                number = stage * microbatches + microbatch
-                if kind == "F":
-                    if maker[number] >= 0:
-                        return None
-                    maker[number] = count
-                elif kind == "B" or kind == "I":
-                    if maker[number] < begin or maker[half + number] >= 0:
-                        return None
-                    maker[half + number] = count
-                    if kind == "I":
-                        weights.add(number)
-                elif kind == "W":
-                    if number not in weights or maker[half + number] < begin:
-                        return None
-                    weights.discard(number)
-                elif maker[number] < begin:
-                    return None
-            flat.append(action)
-            count += 1
-        first.append(count)
-    made = sum(place >= 0 for place in maker)
-    if weights or made not in (half, 2 * half) or -1 in maker[:half]:
-        return None
-    if schedule.recomputes or schedule.asynchronous or not _even(schedule):
-        from minipipe.check import problems
-
-        if problems(schedule).found:
-            return None
-    return _connect(schedule, first, flat, maker)
+    given(schedule, None)
+    # Counted first: a table with gaps, such as 0F999999999, must not become lists of that size.
+    full = schedule.stages * schedule.microbatches <= sum(map(len, schedule.parts))
+    if full and not schedule.asynchronous:
+        program = Program(schedule)
+        if _legal(program):
+            return program
+    found = problems(schedule)
+    if found.found:
+        raise found.error()
+    return Program(schedule)
 
 
-def _even(schedule: Schedule) -> bool:
-    """Whether every stage from 0 on stands on equally many rows."""
-    counts = {len(ranks) for ranks in schedule.holders.values()}
-    return len(counts) == 1 and len(schedule.holders) == schedule.stages
-
-
-def _connect(schedule: Schedule, first, flat, maker) -> Program | None:
-    """Find for every action what it waits for, and who has it."""
-    microbatches = schedule.microbatches
-    half = schedule.stages * microbatches
-    last = schedule.stages - 1
-    source, target = [-1] * (2 * half), [-1] * (2 * half)
-    needs, gives = [-1] * len(flat), [-1] * len(flat)
-    pair_needs: dict[int, int] = {}
-    pair_gives: dict[int, int] = {}
-    owner = [rank for rank in range(schedule.ranks) for _ in range(first[rank], first[rank + 1])]
-    for place, action in enumerate(flat):
-        rank = owner[place]
-        for stage, kind, microbatch, _ in (action,) if action[3] is None else action.parts:
-            if kind == "F" and stage:
-                wanted = (stage - 1) * microbatches + microbatch
-            elif (kind == "B" or kind == "I") and stage != last:
-                wanted = half + (stage + 1) * microbatches + microbatch
-            else:
-                continue
-            at = maker[wanted]
-            if owner[at] == rank:
-                if at >= place:
-                    return None
-                continue
-            source[wanted], target[wanted] = owner[at], rank
-            if action[3] is None or kind == "F":
-                needs[place] = wanted
-            else:
-                pair_needs[place] = wanted
-            if wanted < half or flat[at][3] is None:
-                gives[at] = wanted
-            else:
-                pair_gives[at] = wanted
-    return Program(schedule, first, needs, gives, pair_needs, pair_gives, source, target)
+def _legal(program: Program) -> bool:
+    """Whether the rows are legal but for cycles, in next to no time: whole lists of places are
+    compared, one for each kind and stage. `problems` then finds out what is wrong."""
+    schedule, count = program.schedule, program.schedule.microbatches
+    copies = {len(ranks) for ranks in schedule.holders.values()}
+    placed = len(program.place) - program.place.count(-1)
+    if (placed < sum(map(len, schedule.parts)) or len(copies) > 1
+            or len(schedule.holders) < schedule.stages):  # fmt: skip
+        return False
+    if any((code - other) % count == 0 for code, other in program.paired.items()):
+        return False
+    for stage in range(schedule.stages):
+        forward, whole, inputs, weights, again = (program.places(k, stage) for k in "FBIWR")
+        gradients = list(map(max, whole, inputs))
+        split = inputs.count(-1)
+        ends = [forward] if schedule.forward_only else [forward, list(map(max, gradients, weights))]
+        if schedule.recomputes:
+            if not all(f < r < g or r < 0 for f, r, g in
+                       zip(forward, again, gradients, strict=True)):  # fmt: skip
+                return False
+            ends.append(list(map(max, forward, again)))
+        if -1 in forward or copies != {1} and len({
+            tuple(program.ranks(stage, places)) for places in ends
+        }) > 1:  # fmt: skip
+            return False
+        if not schedule.forward_only and not (
+            all(map(lt, forward, gradients)) and whole.count(-1) + split == count
+            and weights.count(-1) == split and all(map(ge, weights, inputs))
+        ):  # fmt: skip
+            return False
+    return True

@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from fractions import Fraction
 from functools import cached_property
+from operator import itemgetter
 
-from minipipe.actions import Action, ScheduleError
+from minipipe.actions import KINDS, LARGEST, Action, ScheduleError
 
+# Rows can be long: what follows from them is read with these, without a loop in Python.
+_STAGE, _KIND, _MICROBATCH, _OVERLAPPED = map(itemgetter, range(4))
+_KIND_AND_STAGE = itemgetter(1, 0)
 _CELL = re.compile(r"\([^)]*\)\w*|[^\s,]+")
+
+
+def _row(number: int, cells) -> tuple[Action, ...]:
+    """One row of actions from actions or their text; names the place of what is neither."""
+    if isinstance(cells, str) or not isinstance(cells, Iterable):
+        raise ScheduleError(f"row {number} must be a list of actions, not {cells!r:.40}")
+    row: list[Action] = []
+    for cell in cells:
+        try:
+            row.append(cell if isinstance(cell, Action) else Action.parse(cell))
+        except ScheduleError as error:
+            raise ScheduleError(f"row {number}, place {len(row)}: {error}") from None
+    numbers = [*map(_STAGE, row), *map(_MICROBATCH, row)]
+    if ({*map(type, numbers)} <= {int} and min(numbers, default=0) >= 0
+            and max(numbers, default=0) <= LARGEST and {*map(type, map(_KIND, row))} <= {str}
+            and KINDS.keys() >= {*map(_KIND, row)} and not any(map(_OVERLAPPED, row))):  # fmt: skip
+        return tuple(row)
+    for place, action in enumerate(row):  # something is unusual: a pair, or a mistake
+        try:
+            if Action.parse(str(action)) != action or {*map(type, action[::2])} != {int}:
+                raise ScheduleError(f"{tuple(action)} is not an action, such as (3, 'F', 5)")
+        except ScheduleError as error:
+            raise ScheduleError(f"row {number}, place {place}: {error}") from None
+    return tuple(row)
 
 
 class Schedule:
@@ -20,8 +49,10 @@ class Schedule:
     """
 
     def __init__(self, rows: Iterable[Iterable[Action | str]], name: str = ""):
+        if isinstance(rows, str) or not isinstance(rows, Iterable):
+            raise ScheduleError("rows must be lists of actions; Schedule.parse reads text")
         self.rows: tuple[tuple[Action, ...], ...] = tuple(
-            tuple(a if isinstance(a, Action) else Action.parse(a) for a in row) for row in rows
+            _row(number, row) for number, row in enumerate(rows)
         )
         self.name = name
         if not any(self.rows):
@@ -31,18 +62,15 @@ class Schedule:
     def parse(cls, text: str, name: str = "") -> Schedule:
         """Read rows from text: cells apart by blanks or commas, `#` starts a comment, `-` is a
         row without actions. Raises ScheduleError with row and place of what can't be read."""
+        if not isinstance(text, str):
+            raise TypeError(f"Schedule.parse reads text, not {type(text).__name__}")
         rows = []
-        for line in text.splitlines():
+        for line in text.removeprefix("\ufeff").splitlines():
             line = line.split("#", 1)[0].strip()
             if not line:
                 continue
-            row: list[Action] = []
-            for cell in _CELL.findall(line) if line != "-" else ():
-                try:
-                    row.append(Action.parse(cell))
-                except ScheduleError as error:
-                    raise ScheduleError(f"row {len(rows)}, place {len(row)}: {error}") from None
-            rows.append(row)
+            cells = _CELL.findall(line)
+            rows.append(cells if cells != ["-"] else [])
         return cls(rows, name)
 
     def __str__(self) -> str:
@@ -63,7 +91,7 @@ class Schedule:
 
         Raises ScheduleError for what torch can't express: R, U and copies of stages.
         """
-        unknown = sorted({a.kind for row in self.rows for pair in row for a in pair.parts} & {*"RU"})
+        unknown = sorted(self._kinds & {*"RU"})
         if unknown:
             raise ScheduleError(f"torch has no action {' or '.join(unknown)}: nothing is written")
         if self.copies:
@@ -71,7 +99,7 @@ class Schedule:
                 f"torch can't hold copies of a stage (here of {self.copies}): nothing is written"
             )
         cells = ([f"{a}OVERLAP_F_B" if a.overlapped else str(a) for a in row] for row in self.rows)
-        return "".join(",".join(row) + "\n" for row in cells)
+        return "".join((",".join(row) or ",") + "\n" for row in cells)
 
     @property
     def ranks(self) -> int:
@@ -86,34 +114,35 @@ class Schedule:
     @cached_property
     def microbatches(self) -> int:
         """Number of micro-batches: one more than the largest number in the table."""
-        largest = 0
-        for row in self.rows:
-            for _, _, microbatch, overlapped in row:
-                if microbatch > largest:
-                    largest = microbatch
-                if overlapped is not None and overlapped.microbatch > largest:
-                    largest = overlapped.microbatch
-        return largest + 1
-
-    @cached_property
-    def _kinds(self) -> frozenset[str]:
-        kinds = {action[1] for row in self.rows for action in row}
-        return frozenset(kinds | {"B"} if self.has_pairs else kinds)
+        return 1 + max(max(map(_MICROBATCH, row)) for row in self.parts if row)
 
     @cached_property
     def has_pairs(self) -> bool:
         """Whether there are overlapped pairs."""
-        return any(action[3] is not None for row in self.rows for action in row)
+        return any(any(map(_OVERLAPPED, row)) for row in self.rows)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[Action, ...], ...]:
+        """The rows with every pair cut into its forward and its backward."""
+        if not self.has_pairs:
+            return self.rows
+        return tuple(tuple(part for action in row for part in action.parts) for row in self.rows)
+
+    @cached_property
+    def counts(self) -> tuple[Counter[tuple[str, int]], ...]:
+        """For every rank how many actions of each kind and stage its row has."""
+        return tuple(Counter(map(_KIND_AND_STAGE, row)) for row in self.parts)
+
+    @cached_property
+    def _kinds(self) -> frozenset[str]:
+        return frozenset(kind for count in self.counts for kind, _ in count)
 
     @cached_property
     def holders(self) -> dict[int, tuple[int, ...]]:
         """For every stage in the table the ranks whose rows have it."""
         ranks: dict[int, list[int]] = {}
-        for rank, row in enumerate(self.rows):
-            stages = {action[0] for action in row}
-            if self.has_pairs:
-                stages |= {a.overlapped.stage for a in row if a.overlapped is not None}
-            for stage in stages:
+        for rank, count in enumerate(self.counts):
+            for stage in {stage for _, stage in count}:
                 ranks.setdefault(stage, []).append(rank)
         return {stage: tuple(ranks[stage]) for stage in sorted(ranks)}
 

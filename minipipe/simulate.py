@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+from minipipe.actions import Action
 from minipipe.bounds import lower_bound
-from minipipe.check import memory_levels, problems
-from minipipe.costs import Costs, Number, action_time, common_scale
+from minipipe.check import memory_levels, memory_peaks, problems
+from minipipe.costs import Costs, Number, action_time, common_scale, exact, given
 from minipipe.lower import Program, lower
 from minipipe.schedule import Schedule
 from minipipe.timeline import Timeline
@@ -18,120 +24,121 @@ def simulate(schedule: Schedule | Program, costs: Costs | None = None) -> Timeli
     Integers and fractions stay exact. Raises ScheduleError with the reasons if the rows are not
     legal, or if they would hang: then with who waits for whom.
     """
+    costs = given(schedule.schedule if isinstance(schedule, Program) else schedule, costs)
     program = schedule if isinstance(schedule, Program) else lower(schedule)
     schedule = program.schedule
-    costs = costs or Costs()
-    durations, delays, scale = _scaled(program, costs)
-    starts, ends = _run(program, durations, delays)
-    if starts is None:
-        raise problems(schedule).error()
-    sent = program.sent()
     sizes = costs.per_stage("message_size", schedule)
+    routes = program.routes()
+    ways = {}
     bytes_sent, transfers = [0] * schedule.ranks, [0] * schedule.ranks
-    if any(sizes) or costs.latency:
-        half = schedule.stages * schedule.microbatches
-        for number in sent:
-            size = sizes[_border(program, number, half)]
-            source, target = program.source[number], program.target[number]
-            bytes_sent[source] += size
-            transfers[source] += sum(costs.link(source, target, size))
+    for (kind, stage, source, target), count in routes.items():
+        # What crosses the border behind a stage has its size; a gradient crosses the one before.
+        size = sizes[stage if kind == "F" else stage - 1]
+        way = ways[kind, stage, source, target] = costs.link(source, target, size)
+        bytes_sent[source] += size * count
+        transfers[source] += sum(way) * count
+    prices = _Prices.of(program, costs, ways)
+    starts, ends = _run(program, prices)
+    if len(starts) < program.first[-1]:
+        raise problems(schedule).error()
     return Timeline(
-        schedule, starts, ends, memory_levels(schedule, costs), time_scale=scale,
-        bytes_sent=bytes_sent, transfers=transfers, messages=len(sent),
+        schedule, starts, ends, partial(memory_levels, schedule, costs),
+        peaks=memory_peaks(schedule, costs), time_scale=prices.scale, bytes_sent=bytes_sent,
+        transfers=map(exact, transfers), messages=routes.total(),
         lower_bound=lower_bound(schedule, costs),
     )  # fmt: skip
 
 
-def _border(program: Program, number: int, half: int) -> int:
-    """The stage behind whose border a message crosses: s for its activation, s - 1 for the
-    gradient that stage s computed."""
-    stage = number % half // program.schedule.microbatches
-    return stage if number < half else stage - 1
+class _Prices(NamedTuple):
+    """Times by code: of actions, of pairs (by their forward), and of messages (latency, time on
+    the wire, link). All are multiplied by `scale`, so that exact ones are ints."""
+
+    times: list[Number]
+    pairs: dict[int, Number]
+    delays: list[tuple[Number, Number, tuple[int, int]] | None]
+    scale: int
+
+    @classmethod
+    def of(cls, program: Program, costs: Costs, ways) -> _Prices:
+        count, time = program.schedule.microbatches, action_time(costs, program.schedule)
+        keys = list(program.code)
+        times = [time(Action(stage, kind, 0)) for kind, stage in keys]
+        both = {(code // count, other // count) for code, other in program.paired.items()}
+        pairs = {(one, other): time(Action(keys[one][1], "F", 0, Action(keys[other][1], "B", 0)))
+                 for one, other in both}  # fmt: skip
+        scale = common_scale(chain(times, pairs.values(), *ways.values()))
+
+        def scaled(value: Number) -> Number:
+            return int(value * scale) if scale > 1 else value
+
+        delays: list = []
+        if any(map(any, ways.values())):
+            ways = {key: (*map(scaled, way), key[2:]) for key, way in ways.items()}
+            for kind, stage in keys:
+                target = stage + 1 if kind == "F" else stage - 1
+                if kind in "FBI" and 0 <= target < program.schedule.stages:
+                    name = "F" if kind == "F" else "B"
+                    links = zip(program.ranks(stage), program.ranks(target), strict=True)
+                    delays += [ways.get((name, stage, *link)) for link in links]
+                else:
+                    delays += [None] * count
+        return cls([t for value in times for t in [scaled(value)] * count],
+                   {code: scaled(pairs[code // count, other // count])
+                    for code, other in program.paired.items()}, delays, scale)  # fmt: skip
 
 
-def _scaled(program: Program, costs: Costs):
-    """Durations of the actions and of the messages' ways, as ints where all are exact."""
-    schedule = program.schedule
-    time = action_time(costs, schedule)
-    table: dict = {}
-    keys = []
-    for row in schedule.rows:
-        for action in row:
-            key = action[0], action[1], action[3] and action[3][0]
-            keys.append(key)
-            if key not in table:
-                table[key] = time(action)
-    half = schedule.stages * schedule.microbatches
-    ways: dict[tuple[int, int, int], tuple[Number, Number]] = {}
-    way_keys = [None] * (2 * half)
-    if costs.latency or costs.bandwidth is not None:
-        sizes = costs.per_stage("message_size", schedule)
-        for number in program.sent():
-            border = _border(program, number, half)
-            key = way_keys[number] = program.source[number], program.target[number], border
-            if key not in ways:
-                ways[key] = costs.link(key[0], key[1], sizes[border])
-    scale = common_scale([*table.values(), *(t for way in ways.values() for t in way)])
-    if scale > 1:
-        table = {key: int(value * scale) for key, value in table.items()}
-        ways = {key: (int(a * scale), int(b * scale)) for key, (a, b) in ways.items()}
-    delays = [ways[k] + k[:2] if k else None for k in way_keys] if ways else None
-    return [table[key] for key in keys], delays, scale
+def _run(program: Program, prices: _Prices) -> tuple[list[Number], list[Number]]:
+    """Starts and ends of all actions in the order of the rows; fewer if some never start."""
+    times, pairs, delays, _ = prices
+    paired, ranks = program.paired, range(program.schedule.ranks)
+    needs = [need for key in program.code for need in program.needs(*key)]
+    arrival: list = [None] * len(needs) + [0]  # by code; the last is what waits for nothing
+    waiting: dict[int, int] = {}  # code -> the rank that waits for it
+    free: dict = {}  # by link
+    starts: list[list[Number]] = [[] for _ in ranks]
+    ends: list[list[Number]] = [[] for _ in ranks]
 
-
-def _run(program: Program, durations, delays):
-    """Starts and ends of all actions, or (None, None) if some can never start."""
-    needs, gives, first = program.needs, program.gives, program.first
-    pair_needs, pair_gives = program.pair_needs, program.pair_gives
-    arrival: list = [None] * len(program.source)
-    waiting = [-1] * len(program.source)
-    link_free: dict = {}
-    starts: list = [None] * len(durations)
-    ends: list = [None] * len(durations)
-    position, free = first[:-1], [0] * program.schedule.ranks
-    ready = [rank for rank in range(program.schedule.ranks) if first[rank] < first[rank + 1]]
-    left = len(durations)
-
-    def send(number: int, now: Number) -> None:
-        if delays is None:
-            arrival[number] = now
-        else:
-            latency, wire, source, target = delays[number]
+    def send(code: int, now: Number) -> None:
+        if delays and delays[code]:
+            latency, wire, link = delays[code]
             if wire:
-                now = max(now, link_free.get((source, target), now)) + wire
-                link_free[source, target] = now
-            arrival[number] = now + latency
-        if waiting[number] >= 0:
-            ready.append(waiting[number])
+                now = free[link] = max(now, free.get(link, now)) + wire
+            now += latency
+        arrival[code] = now
+        if code in waiting:
+            ready.append(waiting.pop(code))
 
+    def runs(rank: int) -> Iterator[None]:
+        """One rank's program; yields where it has to wait."""
+        now = 0
+        began, ended, codes = starts[rank], ends[rank], program.codes[rank]
+        for code, need, time in zip(codes, map(needs.__getitem__, codes),
+                                    map(times.__getitem__, codes), strict=True):  # fmt: skip
+            if arrival[need] is None:
+                waiting[need] = rank
+                yield
+            if arrival[need] > now:
+                now = arrival[need]
+            if paired and code in paired:
+                time, need = pairs[code], needs[paired[code]]
+                if arrival[need] is None:
+                    waiting[need] = rank
+                    yield
+                now = max(now, arrival[need])
+            began.append(now)
+            now += time
+            ended.append(now)
+            if delays:
+                send(code, now)
+            else:
+                arrival[code] = now
+                if code in waiting:
+                    ready.append(waiting.pop(code))
+            if paired and code in paired:
+                send(paired[code], now)
+
+    running = [runs(rank) for rank in ranks]
+    ready = list(ranks)
     while ready:
-        rank = ready.pop()
-        place, now, end = position[rank], free[rank], first[rank + 1]
-        while place < end:
-            number = needs[place]
-            if number >= 0:
-                there = arrival[number]
-                if there is None:
-                    waiting[number] = rank
-                    break
-                if there > now:
-                    now = there
-            if pair_needs and place in pair_needs:
-                there = arrival[pair_needs[place]]
-                if there is None:
-                    waiting[pair_needs[place]] = rank
-                    break
-                if there > now:
-                    now = there
-            starts[place] = now
-            now += durations[place]
-            ends[place] = now
-            number = gives[place]
-            if number >= 0:
-                send(number, now)
-            if pair_gives and place in pair_gives:
-                send(pair_gives[place], now)
-            place += 1
-        left -= place - position[rank]
-        position[rank], free[rank] = place, now
-    return (None, None) if left else (starts, ends)
+        next(running[ready.pop()], None)
+    return list(chain(*starts)), list(chain(*ends))

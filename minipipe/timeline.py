@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
+from operator import sub
 from typing import NamedTuple
 
 from minipipe.actions import Action
@@ -58,24 +59,28 @@ def ratio(part: Number, whole: Number) -> Number:
     return exact(Fraction(part) / Fraction(whole))
 
 
+Levels = Sequence[Sequence[tuple[Number, Number]]]
+
+
 class Timeline:
     """Starts and ends of all actions of a schedule, on one clock that starts at 0.
 
     starts, ends: flat, in the order of the rows. levels: for each action what its rank keeps in
-    memory during and after it. origin: "predicted", "measured" or "emulated" (real processes,
-    paced as devices of their own). time_unit: "" for the unit of the costs, "s" for seconds;
-    memory_unit: "micro-batches" (whole-share) or "bytes".
+    memory during and after it, a list a rank; or a function that makes these lists when they are
+    asked for, and `peaks` has each rank's largest. origin: "predicted", "measured" or "emulated"
+    (real processes, paced as devices of their own). time_unit: "" for the unit of the costs, "s"
+    for seconds; memory_unit: "micro-batches" (whole-share) or "bytes".
     time_scale: what the stored times have to be divided by, so that exact times can be ints.
     """
 
     def __init__(self, schedule: Schedule, starts: Sequence[Number], ends: Sequence[Number],
-                 levels: Sequence[Sequence[tuple[Number, Number]]], *, origin: str = "predicted",
+                 levels: Levels | Callable[[], Levels], *, origin: str = "predicted",
                  time_unit: str = "", memory_unit: str = "micro-batches", time_scale: int = 1,
                  bytes_sent: Sequence[Number] = (), messages: int = 0,
-                 transfers: Sequence[Number] = (),
+                 transfers: Sequence[Number] = (), peaks: Sequence[Number] | None = None,
                  lower_bound: Number | None = None):  # fmt: skip
         self.schedule = schedule
-        self.levels = levels
+        self._levels, self._peaks = levels, peaks
         self.origin, self.time_unit, self.memory_unit = origin, time_unit, memory_unit
         self.bytes_sent = tuple(bytes_sent)
         self.messages = messages
@@ -109,7 +114,7 @@ class Timeline:
     @cached_property
     def _busy(self) -> list[Number]:
         return [
-            sum(self._ends[begin:end]) - sum(self._starts[begin:end])
+            sum(map(sub, self._ends[begin:end], self._starts[begin:end]))
             for begin, end in pairwise(self._first)
         ]
 
@@ -158,11 +163,16 @@ class Timeline:
         return tuple(result)
 
     @cached_property
+    def levels(self) -> Levels:
+        """For every rank and action what the rank keeps during the action, and after it."""
+        return self._levels() if callable(self._levels) else self._levels
+
+    @cached_property
     def peak_activations(self) -> tuple[Number, ...]:
         """The most that each rank keeps at once, in `memory_unit`."""
-        return tuple(
-            exact(max((during for during, _ in levels), default=0)) for levels in self.levels
-        )
+        if self._peaks is not None:
+            return tuple(self._peaks)
+        return tuple(max((during for during, _ in levels), default=0) for levels in self.levels)
 
     def memory_curve(self, rank: int) -> tuple[tuple[Number, Number], ...]:
         """(time, kept from then on) of one rank, in `memory_unit`."""

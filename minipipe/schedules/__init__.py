@@ -23,6 +23,8 @@ SCHEDULES: dict[str, Callable] = {
     "inference": inference,
 }
 
+_MOST_ACTIONS = 20_000_000
+
 
 def build(name: str, *, ranks: int, microbatches: int, **arguments) -> Schedule:
     """The rows of a named schedule.
@@ -31,7 +33,7 @@ def build(name: str, *, ranks: int, microbatches: int, **arguments) -> Schedule:
     rank), group (micro-batches of one chunk in a row), recompute.
     Raises ScheduleError, naming the argument and its nearest legal value.
     """
-    if name not in SCHEDULES:
+    if not isinstance(name, str) or name not in SCHEDULES:
         near = difflib.get_close_matches(str(name), SCHEDULES, 1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise ScheduleError(f"name '{name}' is no schedule: {', '.join(SCHEDULES)}{hint}")
@@ -50,5 +52,11 @@ def build(name: str, *, ranks: int, microbatches: int, **arguments) -> Schedule:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ScheduleError(f"{argument}={value!r} must be a whole number, at least 1")
+    per_microbatch = ranks * (given.get("chunks") or 2)
+    if per_microbatch * microbatches > _MOST_ACTIONS:
+        raise ScheduleError(
+            f"microbatches={microbatches} makes more than {_MOST_ACTIONS:,} actions on {ranks} "
+            f"ranks; the nearest legal value is microbatches={max(1, _MOST_ACTIONS // per_microbatch)}"
+        )
     label = name + "+recompute" if arguments.get("recompute") else name
     return Schedule(make(**given), label)

@@ -1,0 +1,1 @@
+"""The run half: real processes, links between them, stages, and the interpreter of rows."""

@@ -1,0 +1,227 @@
+"""What runs inside a rank. The parent imports this module too: torch only inside functions."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import gc
+import io
+import linecache
+import os
+import pickle
+import queue
+import re
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+import types
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+
+import cloudpickle
+import psutil
+
+current_rank: int | None = None  # of this process; `launch` can't be called inside a rank
+_sending = threading.Lock()
+
+# Errors that say no more than that another rank is gone.
+SECONDARY = re.compile(r"(?i)(closed|reset) by peer|broken pipe|got 0 bytes|process exited")
+PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+LIBRARY = re.compile(f"{re.escape(sysconfig.get_path('stdlib'))}|<frozen|.*(site|dist)-packages")
+
+
+def be_rank(link: Connection, output: Connection | None) -> None:
+    """Run the tasks that come over `link`, for ever: the parent ends this process.
+
+    Output goes to `output` with all that C code prints, or, where no pipe can be handed over,
+    to `link` with what Python prints.
+    """
+    import torch.distributed  # noqa: F401  the clock of a time limit starts after this
+
+    gc.freeze()  # else a collection would copy the pages of all that the fork server has imported
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # so that the parent can kill what this rank starts, even after its death
+    if output:
+        for standard in (1, 2):
+            os.dup2(output.fileno(), standard)
+        output.close()
+    binary = io.FileIO(1, "w", closefd=False) if output else io.BufferedWriter(_Sender(link))
+    sys.stdout = io.TextIOWrapper(binary, "utf-8", "backslashreplace", line_buffering=True)
+    sys.stderr = sys.stdout
+    if output:
+        faulthandler.enable()  # a crash prints where it happened
+    tasks: queue.Queue = queue.Queue()
+    threading.Thread(target=_listen, args=(link, tasks), daemon=True).start()
+    link.send(None)  # ready
+    while True:
+        _run(tasks.get(), link)
+
+
+class _Sender(io.RawIOBase):
+    def __init__(self, link: Connection):
+        self.link = link
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:
+        _send(self.link, "output", bytes(data))
+        return len(data)
+
+
+def _send(link: Connection, kind: str, content) -> None:
+    with _sending:
+        link.send((kind, content))
+
+
+def _listen(link: Connection, tasks: queue.Queue) -> None:
+    """Pass tasks on, tell where the main thread stands if asked (None), vanish with the parent."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            if task := link.recv():
+                names = task.names
+                tasks.put(task)
+            else:
+                stack = sys._current_frames()[threading.main_thread().ident]
+                _send(link, "stack", place(traceback.extract_stack(stack), names))
+    kill_tree(os.getpid())
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a rank and all that it has started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for found in [*process.children(recursive=True), process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.kill()
+
+
+def _run(task: SimpleNamespace, link: Connection) -> None:
+    """Do one task, and send the result or the failure; then stay, so that no peer fails by us."""
+    try:
+        _settle(task)
+        function, args = pickle.loads(task.call)
+        join_group(task.backend, task.timeout, task.ranks, task.directory)
+        result = function(task.rank, *args)
+        try:
+            pickled = dumps(result)
+        except Exception as error:
+            kind = type(result).__name__
+            raise TypeError(f"the result, a {kind}, can't be sent to the parent: {error}") from None
+        _send(link, "result", pickled)
+        leave_group()
+        _flush()
+        _send(link, "code", 0)
+    except BaseException as error:
+        _flush()
+        _send(link, "failure", describe(error, task.names))
+
+
+def _settle(task: SimpleNamespace) -> None:
+    """Take over the parent's surroundings, and what is a rank's own."""
+    global current_rank
+    current_rank = task.rank
+    own = {"RANK": task.rank, "LOCAL_RANK": task.rank, "WORLD_SIZE": task.ranks}
+    own |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": task.threads}
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    defaults = {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}
+    os.environ.clear()
+    os.environ.update(defaults | task.environment | {k: str(v) for k, v in own.items()})
+    os.chdir(task.cwd)
+    sys.path[:], sys.argv[:] = task.path, task.argv
+    linecache.cache.update(task.sources)
+    import numpy
+    import torch
+
+    numpy.random.seed()  # else forked ranks draw the same numbers, in every launch
+    torch.manual_seed(67280421310721)  # as in a fresh process, also where a rank is used again
+    torch.set_num_threads(task.threads)
+
+
+def _flush() -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        if sys.platform != "win32":
+            ctypes.CDLL(None).fflush(None)  # what C code has printed
+
+
+def join_group(backend: str, timeout: float, local_ranks: int, directory: str | None) -> None:
+    """Make the process group, over a file in `directory`: no port that could be taken."""
+    import torch
+    import torch.distributed as dist
+
+    rank, store = int(os.environ["LOCAL_RANK"]), {}
+    if directory:
+        file = dist.FileStore(os.path.join(directory, "store"), local_ranks)
+        store = {"store": file, "rank": rank, "world_size": local_ranks}
+    if backend == "auto":
+        backend = "nccl" if torch.cuda.device_count() >= local_ranks else "gloo"
+    if backend == "nccl":
+        store["device_id"] = torch.device("cuda", rank)
+        torch.cuda.set_device(rank)
+    limit = datetime.timedelta(seconds=min(timeout, 1e7))
+    dist.init_process_group(backend, timeout=limit, **store)
+
+
+def leave_group() -> None:
+    """Wait for all ranks, so that no message is cut off, then end the process group."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def describe(error: BaseException, names: dict[str, str]) -> dict:
+    """What the parent needs to know about an exception."""
+    failure = {"time": time.monotonic(), "secondary": False, "original": None}
+    link: BaseException | None = error
+    while link:
+        lost = isinstance(link, (RuntimeError, OSError)) and SECONDARY.search(str(link))
+        failure["secondary"] |= bool(lost or getattr(link, "secondary", False))
+        link = link.__cause__ or link.__context__
+    with contextlib.suppress(Exception):
+        failure["original"] = dumps(error)
+    failure["cause"] = "".join(traceback.format_exception_only(error)).strip()
+    failure["place"] = place(traceback.extract_tb(error.__traceback__), names)
+    failure["traceback"] = "".join(traceback.format_exception(error))
+    return failure
+
+
+def place(stack: list[traceback.FrameSummary], names: dict[str, str]) -> str:
+    """The user's innermost line in a stack: file and line, source, caret; "" if there is none."""
+    frames = [f for f in stack if (f.filename, f.name) != ("<string>", "<module>")]
+    frames = [f for f in frames if f.filename != __file__]
+    users = [f for f in frames if not LIBRARY.match(f.filename) and PACKAGE not in f.filename]
+    frames = users or [f for f in frames if PACKAGE in f.filename]
+    if not frames:
+        return ""
+    where, *source = traceback.format_list(frames[-1:])[0].rstrip().splitlines()
+    if len(source) == 1:  # the failing expression is the whole line
+        source.append("    " + "^" * len(source[0].strip()))
+    file = frames[-1].filename
+    return "\n".join([where.replace(f'File "{file}"', names.get(file, file)), *source])
+
+
+def _reduce_code(code: types.CodeType):
+    make, values = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    return make, tuple(code.co_filename if v == "<dynamic-code>" else v for v in values)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """cloudpickle drops the file's name from code; a traceback needs it to find source lines."""
+
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({types.CodeType: _reduce_code})
+
+
+def dumps(value) -> bytes:
+    """Pickle a value, with functions and classes that can't be imported by value."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()

@@ -1,0 +1,183 @@
+"""Walks one rank's lowered program: an action, its messages before and behind it, the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from minipipe.actions import Action
+from minipipe.engine.links import Links, Payload, PipelineError, describe
+from minipipe.engine.memory import Meter
+from minipipe.engine.pace import Clock
+from minipipe.engine.stage import Stage, as_values
+from minipipe.lower import Message, Program
+
+
+@dataclass
+class Work:
+    """What one step needs besides the rows.
+
+    inputs: for each micro-batch the values of stage 0, where this rank holds it. finish: for each
+    micro-batch what becomes of the last stage's outputs (its loss), where this rank holds it.
+    weights: what each micro-batch's loss counts. forms: the form of what each stage gives for
+    each micro-batch, which `announce`d messages bring along.
+    """
+
+    inputs: list[tuple] | None
+    single: bool
+    finish: list[Callable] | None
+    weights: list[float]
+    forms: dict[tuple[int, int], Payload]
+    announce: bool
+    keep_graph: bool = True
+    results: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def form(self, message: Message) -> Payload:
+        """The form of a message: a gradient's follows from the activation that it belongs to."""
+        if message.kind == "F":
+            return self.forms[message.stage, message.microbatch]
+        return self.forms[message.stage - 1, message.microbatch].gradients()
+
+
+@dataclass
+class Record:
+    """When each action of a rank started and ended, and what was kept during and after it."""
+
+    starts: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    during: list[int] = field(default_factory=list)
+    after: list[int] = field(default_factory=list)
+    transfer: float = 0.0
+
+
+class Interpreter:
+    """Runs a rank's program, whatever its schedule: each action calls a stage, each message a link.
+
+    Results are found by stage and micro-batch, never by the order in which they come.
+    """
+
+    def __init__(self, program: Program, rank: int, stages: dict[int, Stage], links: Links,
+                 meter: Meter | None):  # fmt: skip
+        self.schedule = program.schedule
+        self.steps = program.steps(rank)
+        self.stages, self.links, self.meter = stages, links, meter
+        self.last = self.schedule.stages - 1
+        self._values: dict[tuple[str, int, int], tuple] = {}
+        sent = {m[:3] for step in self.steps for m in step.sends}
+        parts = [part for step in self.steps for part in step.action.parts]
+        self._handed = {p[:3] for p in parts if p.kind == "F"} - {(s, k, m) for k, s, m in sent}
+        self._dropped = {(p.stage, p.microbatch) for p in parts if p.kind == "R"}
+
+    def run(self, work: Work, clock: Clock) -> Record:
+        """Do all actions of one step."""
+        record, links, values, meter = Record(), self.links, self._values, self.meter
+        form = work.form
+        self._post(work, 0)
+        self._post(work, 1)
+        clock.reset()
+        for place, (action, receives, sends) in enumerate(self.steps):
+            blocked = 0.0
+            for message in receives:
+                before = perf_counter()
+                if work.announce:
+                    links.receive_announced(message, form)
+                values[message[:3]] = links.take(message)
+                blocked += perf_counter() - before
+            if meter is not None:
+                meter.high = meter.level
+            start = clock.begin(blocked)
+            for part in action.parts:
+                self._do(part, work)
+            end = clock.end(action, start)
+            record.starts.append(start)
+            record.ends.append(end)
+            if meter is not None:
+                record.during.append(meter.high)
+                record.after.append(meter.level)
+            for message in sends:
+                links.send(message, *values.pop(message[:3]), work.announce and message.kind == "F")
+            self._post(work, place + 2)
+            if sends:
+                record.transfer += perf_counter() - end
+        links.finish()
+        return record
+
+    def clear(self) -> None:
+        """Let go of everything, after a step that failed."""
+        self._values.clear()
+        for stage in self.stages.values():
+            stage.clear()
+
+    def _post(self, work: Work, place: int) -> None:
+        """Post the receives of an action two places ahead, so that its messages can travel while
+        the action before it computes."""
+        if work.announce or place >= len(self.steps):
+            return
+        for message in self.steps[place].receives:
+            self.links.post(message, work.form)
+
+    def _do(self, part: Action, work: Work) -> None:
+        stage = self.stages[part.stage]
+        match part.kind:
+            case "F":
+                self._forward(stage, part.microbatch, work)
+            case "B":
+                self._backward(stage, part.microbatch, work)
+            case "R":
+                stage.recompute(part.microbatch)
+            case kind:
+                raise PipelineError(f"{part}: actions of kind {kind} can't be run yet")
+
+    def _forward(self, stage: Stage, microbatch: int, work: Work) -> None:
+        number = stage.number
+        if number == 0:
+            values, single = work.inputs[microbatch], work.single
+            needs = (False,) * len(values)
+        else:
+            values, payload = self._values.pop(("F", number - 1, microbatch))
+            single = payload.single
+            needs = tuple(item.needs_gradient for item in payload.items)
+            work.forms[number - 1, microbatch] = payload
+        finish = work.finish[microbatch] if number == self.last and work.finish else None
+        if work.keep_graph:
+            drop = (number, microbatch) in self._dropped
+            outputs = stage.forward(microbatch, values, single, needs, finish, drop)
+        else:
+            outputs = stage.infer(values, single, finish)
+        if number == self.last:
+            work.results[microbatch] = outputs if not work.keep_graph else outputs.detach()
+            return
+        values, single = as_values(outputs)
+        payload = describe(values, single, number)
+        if not work.announce and work.forms[number, microbatch] != payload:
+            raise PipelineError(
+                f"stage {number} gives {_shapes(payload)} for micro-batch {microbatch}, in an "
+                f"earlier step {_shapes(work.forms[number, microbatch])} for a batch of the same "
+                "shape: what goes from stage to stage must not depend on the data"
+            )
+        work.forms[number, microbatch] = payload
+        if (number, "F", microbatch) in self._handed:
+            values = tuple(v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values)
+        self._values["F", number, microbatch] = values, payload
+
+    def _backward(self, stage: Stage, microbatch: int, work: Work) -> None:
+        number = stage.number
+        if number == self.last:
+            weight = torch.full_like(work.results[microbatch], work.weights[microbatch])
+            gradients = [weight] * stage.wants(microbatch)
+        else:
+            gradients, _ = self._values.pop(("B", number + 1, microbatch))
+        gradients = stage.backward(microbatch, gradients)
+        if number:
+            payload = work.forms[number - 1, microbatch].gradients()
+            self._values["B", number, microbatch] = tuple(gradients), payload
+
+
+def _shapes(payload: Payload) -> str:
+    return ", ".join(
+        "None" if item.shape is None else f"{tuple(item.shape)} {str(item.dtype)[6:]}"
+        for item in payload.items
+    )

@@ -1,0 +1,351 @@
+"""Start real processes, watch them, stop them: `launch(fn, ranks=4)` runs fn on every rank."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import linecache
+import multiprocessing
+import operator
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Pipe, wait
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import cloudpickle
+
+from minipipe.engine import child
+
+GRACE = 0.5  # seconds that a lost connection waits for the death or the error behind it
+LONGEST_LINE = 1 << 20  # bytes; output without newlines is cut there, not collected
+_lock = threading.Lock()
+_idle: list[SimpleNamespace] = []  # spawned ranks that wait for the next launch
+
+if "forkserver" in multiprocessing.get_all_start_methods():
+    # torch._dynamo: the first optimizer of a process imports it, in 1.3 s. Set here, as a fork
+    # server that someone else has started earlier would stay without torch.
+    _preload = ["torch", "torch.distributed", "torch._dynamo", "numpy", child.__name__]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_preload)
+
+
+class RankError(RuntimeError):
+    """A rank failed; the text says how, and where every other rank stood.
+
+    rank: which (None after a timeout); cause: its exception and message; where: rank -> where it
+    stood; original: the exception itself, None if it can't be pickled; traceback: all of it.
+    """
+
+    def __init__(self, text, rank=None, cause="", where=None, original=None, traceback=""):
+        super().__init__(text)
+        self.rank, self.cause, self.where = rank, cause, where or {}
+        self.original, self.traceback = original, traceback
+
+    def _render_traceback_(self) -> list[str]:
+        return f"{type(self).__name__}: {self}".splitlines()  # all that a notebook shows
+
+
+class RankTimeout(RankError):
+    """The ranks did not end within the time limit."""
+
+
+def launch(
+    fn: Callable[..., Any],
+    *args: Any,
+    ranks: int,
+    timeout: float = 600.0,
+    output: Callable[[int, str], None] | bool | None = None,
+    threads: int | None = None,
+    backend: str = "auto",
+    cwd: str | os.PathLike = ".",
+) -> list[Any]:
+    """Run fn(rank, *args) in `ranks` processes with one process group; what each rank returned.
+
+    timeout: seconds, from when all ranks run. output: None prints lines as "[rank r] …", False
+    drops them, a function gets (rank, line). threads: torch's threads a rank; None shares out the
+    processors. backend: "auto" is nccl if there is a GPU for each rank, else gloo; or a name that
+    torch.distributed knows. cwd: the ranks' working directory. Under torchrun this process is the
+    rank: nothing is started, and every rank gets the list.
+    Raises RankError, RankTimeout; ValueError or TypeError for an argument; no process stays behind.
+    """
+    _check(fn, ranks, timeout, output, threads, backend)
+    if child.current_rank is not None:
+        raise RuntimeError(
+            f"launch was called inside rank {child.current_rank}, and a rank can't start ranks. "
+            'If that was during an import, put the call under `if __name__ == "__main__":`.'
+        )
+    if {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
+        return _run_under_torchrun(fn, args, ranks, timeout, backend)
+    processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    task = SimpleNamespace(ranks=operator.index(ranks), timeout=timeout, backend=backend)
+    task.threads = threads or max(1, (processors or 1) // ranks)
+    task.cwd, task.path, task.argv = os.path.abspath(cwd), list(sys.path), list(sys.argv)
+    task.environment, task.call = dict(os.environ), _pickle_call(fn, args)
+    # Sources without a file, such as a notebook's cells: linecache has no time of change for them.
+    task.sources = {k: v for k, v in linecache.cache.items() if len(v) == 4 and v[1] is None}
+    task.names = _cell_names(task.sources)
+    with tempfile.TemporaryDirectory(prefix="minipipe-", ignore_cleanup_errors=True) as directory:
+        task.directory = directory
+        return _Watch(task, output).run()
+
+
+def warm() -> None:
+    """Start to import torch in the background, so that the first launch needn't wait for it."""
+    if not _must_spawn() and child.current_rank is None:
+        multiprocessing.forkserver.ensure_running()
+
+
+def _must_spawn() -> bool:
+    return not hasattr(os, "fork") or os.environ.get("MINIPIPE_START") == "spawn"
+
+
+def _check(fn, ranks, timeout, output, threads, backend) -> None:
+    def is_int(value):
+        return hasattr(value, "__index__") and not isinstance(value, bool)
+
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    for name, value, right_type, right_value, legal in (
+        ("fn", fn, callable(fn), True, "a function fn(rank, *args)"),
+        ("ranks", ranks, is_int(ranks), is_int(ranks) and ranks >= 1, "an int of at least 1"),
+        ("timeout", timeout, number, number and timeout > 0, "a number of seconds above 0"),
+        ("threads", threads, threads is None or is_int(threads), not is_int(threads) or threads > 0,
+         "None or an int of at least 1"),
+        ("output", output, output in (None, True, False) or callable(output), True,
+         "None, False or a function (rank, line)"),
+        ("backend", backend, isinstance(backend, str), True, '"auto" or a name such as "gloo"'),
+    ):  # fmt: skip
+        if not right_type or not right_value:
+            raise (ValueError if right_type else TypeError)(f"{name} must be {legal}, not {value!r}")
+
+
+def _pickle_call(fn: Callable, args: tuple) -> bytes:
+    """Pickle fn by reference if the ranks can import it, else by value."""
+    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    top = module and module.__name__.partition(".")[0]
+    specs = [f.find_spec(top, None) for f in sys.meta_path if module and hasattr(f, "find_spec")]
+    file = getattr(getattr(sys.modules.get(top), "__spec__", None), "origin", None)
+    by_value = module and not any(spec and spec.origin == file for spec in specs)
+    with _lock:  # cloudpickle's register is shared by all threads
+        try:
+            if by_value:
+                cloudpickle.register_pickle_by_value(module)
+            return child.dumps((fn, args))
+        except Exception as error:
+            raise TypeError(f"fn and its arguments can't be sent to the ranks: {error}") from error
+        finally:
+            if by_value:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+def _cell_names(files) -> dict[str, str]:
+    """What a notebook calls its cells: "Cell In[3]" instead of /tmp/ipykernel_17/42.py."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    names = {file: shell.compile.format_code_name(file) for file in files} if shell else {}
+    return {file: " ".join(name) for file, name in names.items() if name}
+
+
+def _run_under_torchrun(fn, args, ranks, timeout, backend) -> list[Any]:
+    import torch.distributed as dist
+
+    world = int(os.environ["WORLD_SIZE"])
+    if ranks != world:
+        raise ValueError(f"ranks must be {world}, as torchrun has started {world}, not {ranks}")
+    own_group = not dist.is_initialized()
+    if own_group:
+        child.join_group(backend, timeout, int(os.environ["LOCAL_WORLD_SIZE"]), None)
+    results = [None] * world
+    dist.all_gather_object(results, fn(dist.get_rank(), *args))
+    if own_group:
+        child.leave_group()
+    return results
+
+
+def _start_ranks(task) -> list[SimpleNamespace]:
+    """Processes that wait for a task: forked from one that has torch, or spawned and used again."""
+    forked, ranks = not _must_spawn(), []
+    context = multiprocessing.get_context("forkserver" if forked else "spawn")
+    try:
+        with _lock, _without_main():
+            ranks += [] if forked else [_idle.pop() for _ in range(min(task.ranks, len(_idle)))]
+            for _ in range(task.ranks - len(ranks)):
+                link, their_link = Pipe()
+                output, their_output = Pipe(duplex=False) if forked else (None, None)
+                process = context.Process(target=child.be_rank, args=(their_link, their_output))
+                ranks.append(SimpleNamespace(process=process, link=link, output=output, new=True))
+                process.start()
+                for end in filter(None, (their_link, their_output)):
+                    end.close()
+        for rank in ranks:
+            rank.new = rank.new and rank.link.recv()
+    except BaseException as error:
+        _end_ranks(ranks)
+        if isinstance(error, (EOFError, OSError)):
+            raise RuntimeError(f"no rank starts: does {sys.executable} import torch?") from error
+        raise
+    return ranks
+
+
+@contextlib.contextmanager
+def _without_main():
+    """Hide the script, or every new rank would run it again to have its functions."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@atexit.register
+def _end_idle_ranks() -> None:
+    _end_ranks(_idle)  # multiprocessing would wait for them
+
+
+def _end_ranks(ranks: list[SimpleNamespace]) -> None:
+    """Kill ranks and all that they have started."""
+    started = [rank.process for rank in ranks if rank.process.pid]
+    for process in started:
+        child.kill_tree(process.pid)
+        with contextlib.suppress(OSError, AttributeError):
+            os.killpg(process.pid, signal.SIGKILL)  # what a dead rank has left behind
+    for process in started:
+        process.join(5)
+
+
+class _Watch:
+    """One launch, in the thread that called it: reads all that the ranks say, then judges."""
+
+    def __init__(self, task, output):
+        self.task = task
+        self.write = output if callable(output) else _drop if output is False else _print
+        self.ranks, self.sources = _start_ranks(task), {}
+        for number, rank in enumerate(self.ranks):
+            rank.number, rank.text, rank.stack = number, b"", None
+            rank.result = rank.failure = rank.code = None  # code: 0 at a good end
+            sources = (rank.link, rank.output, rank.process.sentinel)
+            self.sources |= {source: rank for source in sources if source}
+
+    def run(self) -> list[Any]:
+        """What the ranks returned, once all have ended well."""
+        error = None
+        try:
+            for rank in self.ranks:
+                with contextlib.suppress(OSError):  # a rank that is dead already is seen below
+                    rank.link.send(SimpleNamespace(**vars(self.task), rank=rank.number))
+            end = time.monotonic() + self.task.timeout
+            while any(rank.code is None for rank in self.ranks) and time.monotonic() < end:
+                self.read(end - time.monotonic())
+                failures = [rank.failure for rank in self.ranks if rank.failure]
+                if not all(failure["secondary"] for failure in failures):
+                    break
+                end = min([end] + [failure["time"] + GRACE for failure in failures])
+            if any(rank.code is None or rank.failure for rank in self.ranks):
+                self.ask_for_stacks()
+                error = self.error()
+        finally:
+            self.stop(well=error is None and all(rank.code == 0 for rank in self.ranks))
+        if error:
+            raise error
+        return [pickle.loads(rank.result) for rank in self.ranks]
+
+    def read(self, seconds: float) -> None:
+        """Take in what comes within some seconds."""
+        for source in wait(list(self.sources), max(0, min(seconds, 3600))):
+            if source in self.sources:
+                self.read_from(source, self.sources[source])
+
+    def read_from(self, source, rank) -> None:
+        kind, content = "", None
+        if source is rank.output:
+            kind, content = "output", os.read(source.fileno(), 1 << 16)
+        elif source is rank.link:
+            with contextlib.suppress(EOFError, OSError):
+                kind, content = source.recv()
+        if kind == "output" and content:
+            *lines, rank.text = (rank.text + content).split(b"\n")
+            if len(rank.text) > LONGEST_LINE:
+                lines, rank.text = [*lines, rank.text], b""
+            for line in lines:
+                self.write(rank.number, line.decode(errors="replace"))
+        elif content is not None and kind != "output":
+            setattr(rank, kind, content)  # its result, failure, stack or code
+        else:
+            del self.sources[source]
+            if source is rank.process.sentinel:
+                self.take_death(rank)
+
+    def take_death(self, rank) -> None:
+        moment = time.monotonic()
+        while rank.link in self.sources and rank.link.poll():
+            self.read_from(rank.link, rank)  # what it said before
+        code = rank.code = rank.process.exitcode
+        cause = f"ended with exit code {code} before it returned"
+        if code < 0:
+            cause = f"killed by {signal.Signals(-code).name}"
+        death = {"time": moment, "secondary": False, "original": None, "place": "", "traceback": ""}
+        rank.failure = rank.failure or death | {"cause": cause}
+
+    def ask_for_stacks(self) -> None:
+        """Have the ranks that still run say where they stand; they have half a second."""
+        asked = [rank for rank in self.ranks if rank.code is None and not rank.failure]
+        for rank in asked:
+            with contextlib.suppress(OSError):
+                rank.link.send(None)
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end and any(r.code is None and r.stack is None for r in asked):
+            self.read(end - time.monotonic())
+
+    def error(self) -> RankError:
+        where, failed = {}, [rank for rank in self.ranks if rank.failure]
+        for rank in self.ranks:
+            text = rank.failure["place"] or rank.failure["cause"] if rank.failure else rank.stack
+            if rank.result is not None and not rank.failure:
+                text = "had returned"
+            text = text or ("not yet in fn" if rank.stack == "" else "no answer: stopped or stuck")
+            where[rank.number] = ": ".join(line.strip() for line in text.splitlines()[:2])
+        first = min(failed, key=lambda r: (r.failure["secondary"], r.failure["time"]), default=None)
+        others = [f"  rank {n}: {w}" for n, w in where.items() if not first or n != first.number]
+        if not first:
+            cause = f"the ranks did not end within {self.task.timeout:g} s"
+            return RankTimeout("\n".join([cause, *others]), cause=cause, where=where)
+        failure, original = first.failure, None
+        with contextlib.suppress(Exception):
+            original = pickle.loads(failure["original"])
+        text = [f"rank {first.number}: {failure['cause']}", failure["place"]]
+        text = "\n".join(filter(None, [*text, *(["the other ranks:", *others] if others else [])]))
+        return RankError(
+            text, first.number, failure["cause"], where, original, failure["traceback"]
+        )
+
+    def stop(self, well: bool) -> None:
+        """End all that still runs or keep it for the next launch, and take in the last output."""
+        if well and _must_spawn():
+            with _lock:
+                _idle.extend(self.ranks)
+        else:
+            _end_ranks(self.ranks)
+        try:
+            for rank in self.ranks:
+                while rank.output in self.sources and wait([rank.output], 0):
+                    self.read_from(rank.output, rank)
+                if rank.text:
+                    self.write(rank.number, rank.text.decode(errors="replace"))
+        finally:
+            for rank in self.ranks:
+                if rank.output or not well:
+                    for end in filter(None, (rank.link, rank.output)):
+                        end.close()
+
+
+def _print(rank: int, line: str) -> None:
+    sys.stdout.write(f"[rank {rank}] {line}\n")
+    sys.stdout.flush()
+
+
+def _drop(rank: int, line: str) -> None:
+    pass

@@ -1,0 +1,328 @@
+"""Tensors between ranks: what is sent, in which order it is received, and when a send is over."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from minipipe.lower import Message, Program
+
+_SCALARS = {int: torch.int64, float: torch.float64, bool: torch.bool}
+
+
+class PipelineError(RuntimeError):
+    """What stopped a step: raised on every rank, with the reason of the rank that failed first."""
+
+    secondary = False  # whether another rank's failure is the cause; launch reports that one
+
+
+class InputError(PipelineError, ValueError):
+    """An argument that a step can't use: raised on every rank, before anything is computed."""
+
+
+class Item(NamedTuple):
+    """One value that crosses a border: a tensor, a number sent as a tensor (`python`), or None."""
+
+    shape: torch.Size | None
+    dtype: torch.dtype | None
+    needs_gradient: bool
+    python: bool = False
+
+
+class Payload(NamedTuple):
+    """The form of what goes from stage to stage, known on both sides: `items`, or one `single`."""
+
+    items: tuple[Item, ...]
+    single: bool
+
+    def gradients(self) -> Payload:
+        """The form of what comes back: one gradient for each value that needs one."""
+        return Payload(tuple(item for item in self.items if item.needs_gradient), False)
+
+
+def describe(values: tuple, single: bool, stage: int) -> Payload:
+    """The form of a stage's outputs; PipelineError names stage and type of what can't be sent."""
+    items = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.layout != torch.strided or value.is_quantized or value.is_meta:
+                raise PipelineError(
+                    f"stage {stage} returns a tensor of layout {value.layout} on "
+                    f"{value.device}, dtype {value.dtype}: only dense tensors can be sent"
+                )
+            items.append(Item(value.shape, value.dtype, value.requires_grad))
+        elif value is None:
+            items.append(Item(None, None, False))
+        elif type(value) in _SCALARS:
+            items.append(Item(torch.Size(()), _SCALARS[type(value)], False, True))
+        else:
+            raise PipelineError(
+                f"stage {stage} returns {type(value).__name__}, which can't be sent: return a "
+                "tensor or a flat tuple of tensors, None, int, float and bool"
+            )
+    return Payload(tuple(items), single)
+
+
+class Links:
+    """All messages of one rank's program.
+
+    Receives of one ordered pair of ranks are posted in the order in which the other side sends.
+    A send is over, and its tensor free again, as soon as a later message from the same rank shows
+    that it has been received; the rest is waited for at the end of the step.
+    """
+
+    def __init__(self, program: Program, rank: int, device: torch.device, store):
+        self.rank, self.device, self._store = rank, device, store
+        backend = dist.get_backend()
+        self._nccl = backend == "nccl"
+        self._through_host = device.type != "cpu" and not self._nccl
+        self.delay: Callable[[Message, int], float] | None = None  # emulated links
+        self._couriers: dict[int, _Courier] = {}
+        self.bytes_sent = 0
+        self._failed = False
+        peers = {m.source for s in program.steps(rank) for m in s.receives}
+        peers |= {m.target for s in program.steps(rank) for m in s.sends}
+        self._incoming = {peer: program.channel(peer, rank) for peer in sorted(peers)}
+        self._groups = self._connect(program)
+        self._settles = {peer: _settled(program, rank, peer) for peer in peers}
+        self._outbox: dict[int, deque] = {peer: deque() for peer in peers}
+        self._sent = dict.fromkeys(peers, 0)
+        self._posted = dict.fromkeys(peers, 0)
+        self._arriving: dict[Message, tuple] = {}
+        self._number = {m: n for ms in self._incoming.values() for n, m in enumerate(ms)}
+
+    def _connect(self, program: Program) -> dict[tuple[int, int], object]:
+        """A process group for each direction of each pair, its connection made.
+
+        gloo keeps directions apart by itself; NCCL runs all messages of one communicator in one
+        order, so each direction gets a communicator of its own. All ranks go over all edges in
+        the same order, so that no first use can block another.
+        """
+        edges = sorted({m[3:] for r in range(program.schedule.ranks)
+                        for s in program.steps(r) for m in s.sends})  # fmt: skip
+        world = dist.group.WORLD
+        groups = {e: dist.new_group(list(e)) if self._nccl else world for e in edges}
+        probe = torch.zeros(1, device=self.device if self._nccl else "cpu")
+        for source, target in edges:
+            group = groups[source, target]
+            if self.rank == source:
+                group.send([probe], self._within(group, target), 0).wait()
+            elif self.rank == target:
+                group.recv([probe], self._within(group, source), 0).wait()
+        return groups
+
+    def _within(self, group, rank: int) -> int:
+        return dist.get_group_rank(group, rank) if self._nccl else rank
+
+    def begin(self) -> None:
+        """Start a step: nothing posted, nothing sent."""
+        self.bytes_sent = 0
+        self._sent = dict.fromkeys(self._sent, 0)
+        self._posted = dict.fromkeys(self._posted, 0)
+
+    def send(self, message: Message, values: tuple, payload: Payload, announce: bool) -> None:
+        """Send values to the message's target, its form first where `announce`; never blocks."""
+        tensors = []
+        for value, item in zip(values, payload.items, strict=True):
+            if item.python:
+                value = torch.tensor(value, dtype=item.dtype)
+            if value is not None:
+                value = value.detach().contiguous()
+                tensors.append(value.cpu() if self._through_host else value)
+        self.bytes_sent += sum(t.numel() * t.element_size() for t in tensors)
+        if announce:
+            body = torch.frombuffer(bytearray(pickle.dumps(payload)), dtype=torch.uint8)
+            tensors = [torch.tensor([body.numel()]), body, *tensors]
+            if self._nccl:
+                tensors = [t.to(self.device) for t in tensors]
+        target = message.target
+        self._sent[target] += 1
+        if self.delay is None:
+            self._outbox[target].append(self._post_send(target, tensors))
+            return
+        if target not in self._couriers:
+            self._couriers[target] = _Courier()
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        work = self._couriers[target].take(
+            lambda: self._post_send(target, tensors), *self.delay(message, size)
+        )
+        self._outbox[target].append([work])
+
+    def _post_send(self, target: int, tensors: list[torch.Tensor]) -> list:
+        group = self._groups[self.rank, target]
+        return [group.send([t], self._within(group, target), 0) for t in tensors]
+
+    def post(self, message: Message, payload_of: Callable[[Message], Payload]) -> None:
+        """Post the receive of a message, after those that the same rank sends before it."""
+        source = message.source
+        while self._posted[source] <= self._number[message]:
+            following = self._incoming[source][self._posted[source]]
+            self._posted[source] += 1
+            payload = payload_of(following)
+            group = self._groups[source, self.rank]
+            place = self._within(group, source)
+            where = self.device if self._nccl else "cpu"
+            buffers = [
+                None if item.dtype is None
+                else torch.empty(item.shape, dtype=item.dtype, device=where)
+                for item in payload.items
+            ]  # fmt: skip
+            works = [group.recv([b], place, 0) for b in buffers if b is not None]
+            self._arriving[following] = buffers, works, payload
+
+    def receive_announced(self, message: Message, payload_of: Callable[[Message], Payload]) -> None:
+        """Post the receive of a message, after those before it, where an activation's form is
+        not known yet and comes with it. The form of a gradient follows from its activation's."""
+        source = message.source
+        group = self._groups[source, self.rank]
+        place = self._within(group, source)
+        where = self.device if self._nccl else "cpu"
+        while self._posted[source] <= self._number[message]:
+            following = self._incoming[source][self._posted[source]]
+            if following.kind == "B":
+                self.post(following, payload_of)
+                continue
+            size = torch.zeros(1, dtype=torch.int64, device=where)
+            self._wait([group.recv([size], place, 0)])
+            body = torch.empty(int(size), dtype=torch.uint8, device=where)
+            self._wait([group.recv([body], place, 0)])
+            payload = pickle.loads(body.cpu().numpy().tobytes())
+            self.post(following, lambda _, payload=payload: payload)
+
+    def take(self, message: Message) -> tuple[tuple, Payload]:
+        """Wait for a posted message; its values, and their form."""
+        buffers, works, payload = self._arriving.pop(message)
+        self._wait(works)
+        source = message.source
+        self._settle(source, self._settles[source][self._number[message]])
+        if self._through_host:
+            buffers = [b if b is None else b.to(self.device) for b in buffers]
+        return tuple(
+            b.item() if item.python else b
+            for b, item in zip(buffers, payload.items, strict=True)
+        ), payload  # fmt: skip
+
+    def _wait(self, works: list) -> None:
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self.reason(error) from error
+
+    def _settle(self, target: int, until: int) -> None:
+        """Let go of the first `until` sends of this step to a rank."""
+        outbox = self._outbox[target]
+        while len(outbox) > self._sent[target] - until:
+            self._wait(outbox.popleft())
+
+    def finish(self) -> None:
+        """Wait for every send that is still open."""
+        for target in self._outbox:
+            self._settle(target, self._sent[target])
+
+    def close(self) -> None:
+        """End the threads of emulated links."""
+        for courier in self._couriers.values():
+            courier.stop()
+        self._couriers.clear()
+
+    def reason(self, error: Exception) -> PipelineError:
+        """Why a connection broke: what the rank that failed first has left in the store."""
+        try:
+            text = self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+        except Exception:  # the store went with the rank that held it
+            text = ""
+        found = PipelineError(text or f"the connection to another rank broke: {error}")
+        found.secondary = True
+        return found
+
+    def fail(self, reason: str) -> None:
+        """Tell the other ranks why this one can't go on, and break all connections, so that
+        nobody waits; the process group can't be used any more."""
+        if self._failed or dist.get_world_size() == 1:
+            return
+        self._failed = True
+        if not self._store.check(["failed"]):
+            self._store.set("failed", reason)
+        if self._nccl:
+            dist.group.WORLD.abort()
+            return
+        # gloo has no call for it, but a time-out breaks the connections to all ranks at once.
+        other = (self.rank + 1) % dist.get_world_size()
+        with contextlib.suppress(RuntimeError):
+            dist.group.WORLD.recv([torch.zeros(1)], other, 1).wait(timedelta(milliseconds=1))
+
+
+def _settled(program: Program, rank: int, peer: int) -> list[int]:
+    """For each message from a peer, how many sends to that peer are over once it is here.
+
+    They are those that the peer had received before it sent that message; as messages of one
+    direction overtake nobody, all earlier ones are over too.
+    """
+    mine = {m: n for n, m in enumerate(program.channel(rank, peer))}
+    received, counts = 0, []
+    for step in program.steps(peer):
+        for message in step.receives:
+            if message.source == rank:
+                received = max(received, mine[message] + 1)
+        counts += [received for message in step.sends if message.target == rank]
+    return counts
+
+
+class _Courier:
+    """An emulated link: holds each message for its time on the wire, one after the other, and
+    for the latency, then sends it; a thread of its own, so that the rank can compute."""
+
+    def __init__(self):
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._free = 0.0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def take(self, post: Callable[[], list], latency: float, wire: float) -> _Carried:
+        self._free = max(self._free, time.perf_counter()) + wire
+        carried = _Carried()
+        self._queue.put((self._free + latency, post, carried))
+        return carried
+
+    def stop(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            due, post, carried = job
+            time.sleep(max(0.0, due - time.perf_counter()))
+            try:
+                carried.works = post()
+            except RuntimeError as error:
+                carried.error = error
+            carried.posted.set()
+
+
+class _Carried:
+    """The handle of a message that an emulated link carries."""
+
+    def __init__(self):
+        self.works: list = []
+        self.error: RuntimeError | None = None
+        self.posted = threading.Event()
+
+    def wait(self) -> None:
+        self.posted.wait()
+        if self.error is not None:
+            raise self.error
+        for work in self.works:
+            work.wait()
+
+

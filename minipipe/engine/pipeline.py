@@ -1,0 +1,495 @@
+"""A model, a schedule and a loss: `Pipeline.step` trains on one batch, `evaluate` only looks."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minipipe.check import check
+from minipipe.engine.interpreter import Interpreter, Record, Work
+from minipipe.engine.links import InputError, Links, PipelineError
+from minipipe.engine.memory import Meter
+from minipipe.engine.pace import Clock, Pace
+from minipipe.engine.stage import Stage
+from minipipe.lower import lower
+from minipipe.partition import cut
+from minipipe.schedule import Schedule
+from minipipe.timeline import Timeline, Waiting
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Where a rank's time went, in seconds: computing, handing tensors over, or waiting."""
+
+    compute: float
+    transfer: float
+    waiting: Waiting
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step gave: the same on every rank, but for the two byte counts, which are this
+    rank's own (`timeline` has those of all ranks).
+
+    loss: of the whole batch, by rows. peak_activation_bytes: the most that autograd kept at once.
+    bytes_sent: activations and gradients sent to other ranks.
+    """
+
+    loss: float
+    peak_activation_bytes: int
+    bytes_sent: int
+    _timeline: Callable[[], Timeline]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When every rank did what, in seconds from the first start."""
+        return self._timeline()
+
+    @property
+    def ledger(self) -> tuple[Ledger, ...]:
+        """Each rank's time by what it went into; transfer is not counted as waiting."""
+        timeline = self.timeline
+        rows = zip(timeline.busy, timeline.transfers, timeline.waiting, strict=True)
+        return tuple(
+            Ledger(busy, transfer, Waiting(w.fill, max(0.0, w.inside - transfer), w.drain))
+            for busy, transfer, w in rows
+        )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """loss: of all rows, None without targets. outputs: in row order, on every rank."""
+
+    loss: float | None
+    outputs: torch.Tensor | tuple
+
+
+def row_counts(rows: int, microbatches: int) -> list[int]:
+    """Rows of each micro-batch: the first rows mod microbatches get one more."""
+    return [rows // microbatches + (m < rows % microbatches) for m in range(microbatches)]
+
+
+class Pipeline:
+    """One rank's part of a model that is trained by a schedule; made alike on every rank.
+
+    model: an nn.Sequential, cut by `cuts` (layers a stage), by `costs` (one number a layer) or by
+    its numbers of parameters; or a list of one module a stage. Every rank passes the same model
+    and keeps its own stages of it. loss_fn(outputs, targets): a mean over the rows, or with
+    reduction="sum" a sum. optimizer: a function from parameters to an optimizer, whose step each
+    rank then takes at its own end of every `step`; without it the caller steps.
+    device: where the stages live; by default a GPU where there is one, else the CPU.
+    memory_meter: count the bytes that autograd keeps. pace: emulate devices (see `Pace`).
+
+    Raises ValueError for arguments that don't fit, on every rank.
+    """
+
+    def __init__(self, model, schedule: Schedule, loss_fn: Callable, reduction: str = "mean",
+                 optimizer: Callable | None = None, *, cuts: list[int] | None = None,
+                 costs: list | None = None, device=None, memory_meter: bool = True,
+                 pace: Pace | None = None):  # fmt: skip
+        _check_arguments(schedule, loss_fn, reduction, optimizer)
+        self.rank = dist.get_rank()
+        self.schedule, self.loss_fn, self.reduction = schedule, loss_fn, reduction
+        self.device = _device(self.rank, device)
+        parts = cut(model, schedule.stages, cuts, costs)
+        self._own = schedule.stages_of(self.rank)
+        self._parts = {stage: parts[stage].to(self.device) for stage in self._own}
+        _agree_on_model(schedule, parts)
+        self._modules = [m for part in self._parts.values() for m in part.modules()]
+        tensors = [t for p in self._parts.values() for t in (*p.parameters(), *p.buffers())]
+        self.meter = Meter(tensors) if memory_meter else None
+        self._stages = {s: Stage(part, s, self.meter) for s, part in self._parts.items()}
+        self.pace = pace
+        self.optimizer = None
+        parameters = list(self.parameters())
+        if optimizer is not None and parameters:
+            self.optimizer = optimizer(parameters)
+        self._first, self._last = 0 in self._own, schedule.stages - 1 in self._own
+        self._store = dist.PrefixStore("minipipe", dist.distributed_c10d._get_default_store())
+        self._runners: dict = {}
+        self._forms: dict = {}
+        self._broken = ""
+
+    # The model's parts on this rank.
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under their names in the full model."""
+        for part in self._parts.values():
+            yield from part.named_parameters()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This rank's part of the model's state, under the full model's names."""
+        return {k: v for part in self._parts.values() for k, v in part.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take this rank's part from the full model's state."""
+        for part in self._parts.values():
+            names = part.state_dict().keys()
+            missing = [name for name in names if name not in state]
+            if missing:
+                raise ValueError(f"the state lacks {missing[0]} (and {len(missing) - 1} more)")
+            part.load_state_dict({name: state[name] for name in names})
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set the mode of this rank's stages."""
+        for part in self._parts.values():
+            part.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Set this rank's stages to evaluation mode (`evaluate` does so by itself)."""
+        return self.train(False)
+
+    def zero_grad(self) -> None:
+        """Forget this rank's gradients."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scale all gradients so that their norm over all stages is at most `max_norm`.
+
+        Returns the norm before clipping, the same on every rank. All ranks have to call it, those
+        without parameters too.
+        """
+        norms = [torch.linalg.vector_norm(p.grad.double(), norm_type)
+                 for p in self.parameters() if p.grad is not None]  # fmt: skip
+        infinite = math.isinf(norm_type)
+        own = torch.stack([n.cpu() for n in norms]) if norms else torch.zeros(1)
+        own = (own.max() if infinite else (own.double() ** norm_type).sum()).reshape(1)
+        total = self._all_gather(own.double()).flatten()
+        norm = float(total.max() if infinite else total.sum() ** (1 / norm_type))
+        # Not `min`: a norm that is not a number must reach every gradient, on every rank.
+        factor = 1.0 if norm <= max_norm else max_norm / (norm + 1e-6)
+        if factor != 1.0:
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        return norm
+
+    # One batch.
+
+    def step(self, inputs=None, targets=None, *, loss_scale: float = 1.0,
+             pace: Pace | None = None) -> StepResult:  # fmt: skip
+        """Forward and backward over one batch; `.grad` then holds the whole batch's gradients.
+
+        inputs: a tensor or a tuple of tensors [rows, …], needed on the ranks that hold stage 0;
+        targets likewise for the last stage; other ranks may pass None. Rows that don't divide
+        evenly are spread over the micro-batches, and count by rows. loss_scale multiplies the
+        gradients. Raises InputError (a ValueError) on every rank for a batch that doesn't fit, and
+        PipelineError on every rank for what one of them can't do.
+        """
+        if self.schedule.forward_only:
+            raise ValueError("schedule has no backward passes: use evaluate")
+        inputs, targets = _as_batch(inputs), _as_batch(targets)
+        microbatches = self.schedule.microbatches
+        rows, forms, announce = self._agree("step", inputs, targets, microbatches)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        counts = row_counts(rows, microbatches)
+        mean = self.reduction == "mean"
+        shares = [count / rows if mean else 1.0 for count in counts]
+        work = self._work(inputs, targets, counts, forms, announce)
+        work.weights = [share * loss_scale for share in shares]
+        if self.meter is not None:
+            self.meter.batch(t for batch in (inputs, targets) for t in batch or ()
+                             if isinstance(t, torch.Tensor))  # fmt: skip
+        record, links = self._run(self.schedule, work, pace or self.pace)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        loss = sum(shares[m] * float(value) for m, value in work.results.items())
+        return self._gather(record, loss, links.bytes_sent, pace or self.pace)
+
+    def evaluate(self, inputs=None, targets=None) -> Evaluation:
+        """Forward only, in evaluation mode, over any batch of at least one row.
+
+        inputs and targets as in `step`; without targets there is no loss. Gradients, graphs,
+        running statistics and the modules' modes stay as they are.
+        """
+        inputs, targets = _as_batch(inputs), _as_batch(targets)
+        with self._evaluating():
+            most = self.schedule.microbatches
+            rows, forms, announce = self._agree("evaluate", inputs, targets, 1)
+            schedule = _forward_rows(self.schedule, min(rows, most))
+            counts = row_counts(rows, schedule.microbatches)
+            work = self._work(inputs, None, counts, forms, announce)
+            work.keep_graph = False
+            self._run(schedule, work, None)
+        return self._outputs(work, targets, counts)
+
+    def _outputs(self, work: Work, targets, counts: list[int]) -> Evaluation:
+        """Bring outputs and loss from the rank with the last stage to every rank."""
+        found: list = [None, None]
+        if self._last:
+            parts = [work.results[m] for m in range(len(counts))]
+            outputs = _joined(parts)
+            if targets is not None:
+                pieces = _split(targets, counts)
+                losses = [float(self.loss_fn(part, _whole(piece)))
+                          for part, piece in zip(parts, pieces, strict=True)]  # fmt: skip
+                total = sum(counts) if self.reduction == "mean" else 1
+                weights = counts if self.reduction == "mean" else [1] * len(counts)
+                found[0] = sum(w * v for w, v in zip(weights, losses, strict=True)) / total
+            found[1] = outputs
+        source = self.schedule.holders[self.schedule.stages - 1][0]
+        dist.broadcast_object_list(found, source, device=_collective_device())
+        return Evaluation(*found)
+
+    # How a step runs.
+
+    def _work(self, inputs, targets, counts, forms, announce) -> Work:
+        work = Work(None, True, None, [], forms, announce)
+        if self._first:
+            work.single = len(inputs) == 1
+            work.inputs = _split(inputs, counts, self.device)
+        if self._last and targets is not None:
+            pieces = _split(targets, counts, self.device)
+            work.finish = [lambda outputs, piece=piece: self._loss(outputs, _whole(piece))
+                           for piece in pieces]  # fmt: skip
+        return work
+
+    def _loss(self, outputs, targets) -> torch.Tensor:
+        loss = self.loss_fn(outputs, targets)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise PipelineError(f"loss_fn must return one number, a {self.reduction} over the "
+                                f"rows, not {what}")  # fmt: skip
+        return loss.reshape(())
+
+    def _runner(self, schedule: Schedule) -> tuple[Interpreter, Links]:
+        if schedule not in self._runners:
+            program = lower(schedule)
+            links = Links(program, self.rank, self.device, self._store)
+            meter = None if schedule.forward_only else self.meter
+            interpreter = Interpreter(program, self.rank, self._stages, links, meter)
+            self._runners[schedule] = interpreter, links
+        return self._runners[schedule]
+
+    def _run(self, schedule: Schedule, work: Work, pace: Pace | None) -> tuple[Record, Links]:
+        interpreter, links = self._runner(schedule)
+        links.begin()
+        clock = pace or Clock()
+        if pace is not None:
+            pace.attach(schedule)
+            links.delay = pace.delay if pace.delays else None
+        try:
+            return interpreter.run(work, clock), links
+        except BaseException as error:
+            interpreter.clear()
+            self._broken = f"rank {self.rank} failed: {type(error).__name__}: {error}"
+            links.fail(self._broken if not getattr(error, "secondary", False) else str(error))
+            raise
+        finally:
+            links.close()
+            links.delay = None
+
+    def _agree(self, use: str, inputs, targets, least: int):
+        """Let all ranks know the number of rows, and whether this form of batch is a new one.
+
+        Returns rows, the known forms of what goes between stages, and whether they are unknown yet.
+        """
+        if self._broken:
+            raise PipelineError(f"an earlier step failed and broke the connections: {self._broken}")
+        wanted = [("inputs", inputs, self._first), ("targets", targets, self._last)]
+        problem, rows = "", [-1, -1]
+        for place, (name, batch, held) in enumerate(wanted):
+            if not held or (use == "evaluate" and name == "targets" and batch is None):
+                continue
+            problem = problem or _problem(name, batch, least)
+            rows[place] = -1 if problem else batch[0].shape[0]
+        seen = self._all_gather(torch.tensor([bool(problem), *rows, self._signature(use, inputs)]))
+        if seen[:, 0].any():
+            problems: list = [None] * dist.get_world_size()
+            dist.all_gather_object(problems, problem)
+            rank = next(r for r, text in enumerate(problems) if text)
+            raise InputError(f"rank {rank}: {problems[rank]}")
+        found = {int(r) for r in seen[:, 1:3].flatten() if r >= 0}
+        if len(found) != 1:
+            text = ", ".join(f"{names} have {sorted({int(r) for r in seen[:, c] if r >= 0})} rows"
+                             for names, c in (("inputs", 1), ("targets", 2)))  # fmt: skip
+            raise InputError(f"inputs and targets differ in their number of rows: {text}")
+        key = tuple(seen[:, 1:].flatten().tolist())
+        announce = key not in self._forms
+        return found.pop(), self._forms.setdefault(key, {}), announce
+
+    def _signature(self, use: str, inputs) -> int:
+        """A number that changes when what this rank sends may change its form."""
+        form = tuple((t.shape, t.dtype) if isinstance(t, torch.Tensor) else t is None
+                     for t in inputs or ())  # fmt: skip
+        modes = tuple(m.training for m in self._modules)
+        flags = tuple((p.requires_grad, p.dtype) for p in self.parameters())
+        kind = self.device.type
+        cast = torch.is_autocast_enabled(kind) and str(torch.get_autocast_dtype(kind))
+        return hash((use, form, modes, flags, cast, torch.get_default_dtype())) >> 1
+
+    def _all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        """The vectors [n] of all ranks as [ranks, n]."""
+        own = own.to(_collective_device())
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        try:
+            dist.all_gather(everyone, own)
+        except RuntimeError as error:
+            reason = PipelineError(f"another rank is gone: {error}")
+            reason.secondary = True
+            raise reason from error
+        return torch.stack(everyone).cpu()
+
+    def _gather(self, record: Record, loss: float, sent: int, pace: Pace | None) -> StepResult:
+        """Exchange what the ranks measured: one collective operation a step."""
+        longest = max(len(row) for row in self.schedule.rows)
+        columns = [record.starts, record.ends]
+        if self.meter is not None:
+            columns += [record.during, record.after]
+        padded = [column + [0] * (longest - len(column)) for column in columns]
+        own = [loss, sent, record.transfer, *(value for column in padded for value in column)]
+        everyone = self._all_gather(torch.tensor(own, dtype=torch.float64))
+        origin = "measured" if pace is None else "emulated"
+
+        def timeline() -> Timeline:
+            return _timeline(self.schedule, everyone, longest, self.meter is not None, origin)
+
+        return StepResult(
+            loss=float(everyone[:, 0].sum()), bytes_sent=sent,
+            peak_activation_bytes=max(record.during, default=0), _timeline=timeline,
+        )  # fmt: skip
+
+    @contextmanager
+    def _evaluating(self):
+        modes = [module.training for module in self._modules]
+        self.eval()
+        try:
+            yield
+        finally:
+            for module, mode in zip(self._modules, modes, strict=True):
+                module.training = mode
+
+
+def _check_arguments(schedule, loss_fn, reduction, optimizer) -> None:
+    if not dist.is_initialized():
+        raise ValueError("a Pipeline is made inside a rank: call it in a function that launch runs")
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule must be a Schedule, not {type(schedule).__name__}")
+    check(schedule)
+    if schedule.ranks != dist.get_world_size():
+        raise ValueError(f"schedule has {schedule.ranks} rows, but there are "
+                         f"{dist.get_world_size()} ranks")  # fmt: skip
+    if schedule.copies or schedule.splits_backward or schedule.asynchronous:
+        raise ValueError("schedule has copies of stages, I and W, or U, which are not run yet")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function, not {type(loss_fn).__name__}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum', not {reduction!r}")
+    if optimizer is not None and not callable(optimizer):
+        raise TypeError("optimizer must be a function from parameters to an optimizer")
+
+
+def _device(rank: int, device) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def _collective_device() -> torch.device:
+    nccl = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def _agree_on_model(schedule: Schedule, parts: list[nn.Sequential]) -> None:
+    """Refuse ranks with different schedules or models; warn where only the weights differ."""
+    names = [(n, tuple(p.shape)) for part in parts for n, p in part.named_parameters()]
+    weights = [float(p.detach().double().sum()) for part in parts for p in part.parameters()]
+    digest = hashlib.sha256(f"{schedule}{names}".encode()).hexdigest()
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (digest, weights))
+    for rank, (other, other_weights) in enumerate(everyone):
+        if other != everyone[0][0]:
+            raise ValueError(f"rank {rank} has another schedule, model or cut than rank 0: every "
+                             "rank passes the same")  # fmt: skip
+        same = all(math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-5) or a != a
+                   for a, b in zip(everyone[0][1], other_weights, strict=True))  # fmt: skip
+        if not same and dist.get_rank() == rank:
+            warnings.warn(f"rank {rank}'s model has other weights than rank 0's: seed it alike on "
+                          "every rank, or training can't be compared with one process",
+                          stacklevel=4)  # fmt: skip
+
+
+def _as_batch(batch) -> tuple | None:
+    if batch is None:
+        return None
+    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+
+
+def _whole(values: tuple):
+    return values[0] if len(values) == 1 else values
+
+
+def _problem(name: str, batch: tuple | None, least: int) -> str:
+    """What is wrong with a batch, if anything."""
+    if not batch:
+        return f"{name} are needed on this rank, but it was given none"
+    for value in batch:
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            shown = type(value).__name__ if not isinstance(value, torch.Tensor) else "a number"
+            return f"{name} must be a tensor [rows, …] or a tuple of such, not {shown}"
+    rows = [value.shape[0] for value in batch]
+    if len(set(rows)) > 1:
+        return f"{name} differ in their number of rows: {rows}"
+    if rows[0] < least:
+        what = f"{least} micro-batches need at least {least}" if least > 1 else "at least 1 needed"
+        return f"{name} have {rows[0]} rows: {what}"
+    return ""
+
+
+def _split(batch: tuple, counts: list[int], device=None) -> list[tuple]:
+    """The values of each micro-batch; views where the batch is on the device already."""
+    moved = batch if device is None else [t.to(device) for t in batch]
+    return list(zip(*(t.split(counts) for t in moved), strict=True))
+
+
+def _joined(parts: list):
+    if isinstance(parts[0], torch.Tensor):
+        return torch.cat(parts)
+    return tuple(_joined(list(column)) for column in zip(*parts, strict=True))
+
+
+def _forward_rows(schedule: Schedule, microbatches: int) -> Schedule:
+    """The forwards of the first micro-batches, each on its row: legal, as the full rows are."""
+    return Schedule(
+        [part for action in row for part in action.parts
+         if part.kind == "F" and part.microbatch < microbatches]
+        for row in schedule.rows
+    )  # fmt: skip
+
+
+def _timeline(schedule: Schedule, everyone: torch.Tensor, longest: int, metered: bool,
+              origin: str) -> Timeline:  # fmt: skip
+    """Put together what all ranks measured; the first start is time 0."""
+    table = everyone[:, 3:].reshape(everyone.shape[0], -1, longest).tolist()
+    counts = [len(row) for row in schedule.rows]
+    starts = [t for rank, n in enumerate(counts) for t in table[rank][0][:n]]
+    ends = [t for rank, n in enumerate(counts) for t in table[rank][1][:n]]
+    zero = min(starts)
+    levels: Iterable = [
+        [(int(a), int(b)) for a, b in zip(row[2][:n], row[3][:n], strict=True)]
+        if metered else [(0, 0)] * n
+        for row, n in zip(table, counts, strict=True)
+    ]  # fmt: skip
+    return Timeline(
+        schedule, [t - zero for t in starts], [t - zero for t in ends], list(levels),
+        origin=origin, time_unit="s", memory_unit="bytes", bytes_sent=everyone[:, 1].int().tolist(),
+        transfers=everyone[:, 2].tolist(), messages=sum(lower(schedule).routes().values()),
+    )  # fmt: skip

@@ -1,0 +1,218 @@
+"""One stage on one rank: forward, backward, and forward again, for any micro-batch."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+
+from minipipe.engine.memory import Meter
+
+_run_backward = Variable._execution_engine.run_backward
+
+
+class _Entry(torch.autograd.Function):
+    """Where a stage's graph begins: catches the gradients of what was received.
+
+    The received tensors themselves could be leaves, but a leaf refuses an in-place operation, and
+    a stage may begin with one.
+    """
+
+    @staticmethod
+    def forward(ctx, caught, gate, *received):
+        ctx.caught = caught
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.data for tensor in received)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.caught.append(gradients)
+        return (None, None, *(None for _ in gradients))
+
+
+class _MicroBatch:
+    """What a stage keeps of one micro-batch between its forward and its backward pass."""
+
+    __slots__ = ("caught", "received", "roots", "inputs", "held", "random", "flags")
+
+    def __init__(self):
+        self.caught = []  # one tuple of gradients, once the backward pass has reached the entry
+        self.received = []  # shape, dtype and device of the inputs that need a gradient
+        self.roots = []  # where the backward pass starts: at each output that was sent as
+        # needing a gradient, or None where it turned out not to have one
+        self.inputs = self.held = self.random = self.flags = None  # for a recompute only
+
+
+def as_values(outputs) -> tuple[tuple, bool]:
+    """A stage's outputs as a tuple, and whether it was a single value."""
+    single = not isinstance(outputs, tuple | list)
+    return ((outputs,) if single else tuple(outputs)), single
+
+
+class Stage:
+    """The layers of one stage, and what is kept of the micro-batches on their way.
+
+    Between stages goes one tensor or a tuple of tensors, None, integers, floats and booleans. A
+    tuple reaches the first layer as one argument, as in nn.Sequential, or as several where that
+    layer's `forward` takes several.
+    """
+
+    def __init__(self, module: nn.Sequential, number: int, meter: Meter | None = None):
+        self.module = module
+        self.number = number
+        self.meter = meter
+        self._kept: dict[int, _MicroBatch] = {}
+        self._gate = torch.empty(0, requires_grad=True)
+        self._spread = _takes_several(module[0])
+
+    def _call(self, values: tuple, single: bool):
+        if single or not self._spread:
+            return self.module(values[0] if single else values)
+        first, *others = self.module
+        outputs = first(*values)
+        for layer in others:
+            outputs = layer(outputs)
+        return outputs
+
+    def forward(self, microbatch: int, values: tuple, single: bool, needs: tuple[bool, ...],
+                finish=None, drop: bool = False):  # fmt: skip
+        """Run the layers on one micro-batch; returns what they give.
+
+        needs: which of the values want a gradient. finish: a function of the outputs, the loss
+        on the last stage; its result is returned instead. drop: keep only the inputs, a
+        `recompute` will follow.
+        """
+        kept = self._kept[microbatch] = _MicroBatch()
+        if not drop:
+            return self._attach(kept, values, single, needs, finish)
+        kept.inputs = values, single, needs, finish
+        kept.random = _random_state()
+        if self.meter is not None:
+            kept.held = [self.meter.hold(v) for v in values if isinstance(v, torch.Tensor)]
+        # An in-place operation must not change the kept inputs.
+        copies = tuple(v.clone() if isinstance(v, torch.Tensor) else v for v in values)
+        outputs = self.infer(copies, single, finish)
+        # Whether an output needs a gradient shows only with a graph: take what may need one.
+        trained = any(needs) or any(p.requires_grad for p in self.module.parameters())
+        parts, alone = as_values(outputs)
+        kept.flags = [trained and _differentiable(v) for v in parts]
+        marked = (v.detach().requires_grad_() if flag else v
+                  for v, flag in zip(parts, kept.flags, strict=True))  # fmt: skip
+        return next(marked) if alone else tuple(marked)
+
+    def infer(self, values: tuple, single: bool, finish=None):
+        """Run the layers without keeping anything."""
+        with torch.no_grad():
+            outputs = self._call(values, single)
+            return outputs if finish is None else finish(outputs)
+
+    def recompute(self, microbatch: int) -> None:
+        """Run the forward pass again, with the same dropout masks, and keep it this time."""
+        kept = self._kept[microbatch]
+        inputs, kept.inputs, kept.held = kept.inputs, None, None
+        with _restored(kept.random), self._spare_buffers():
+            self._attach(kept, *inputs)
+
+    def _attach(self, kept: _MicroBatch, values: tuple, single: bool, needs, finish):
+        if True in needs:
+            wanted = [v for v, needed in zip(values, needs, strict=True) if needed]
+            kept.received = [(v.shape, v.dtype, v.device) for v in wanted]
+            fresh = iter(_Entry.apply(kept.caught, self._gate, *wanted))
+            values = tuple(next(fresh) if n else v for v, n in zip(values, needs, strict=True))
+        with self.meter.watch() if self.meter is not None else nullcontext():
+            outputs = self._call(values, single)
+            if finish is not None:
+                outputs = finish(outputs)
+        parts, _ = as_values(outputs)
+        flags = [isinstance(v, torch.Tensor) and v.requires_grad for v in parts]
+        # Edges instead of outputs: an output that no operation saved can go once it is sent.
+        kept.roots = [
+            get_gradient_edge(v) if has_graph else None
+            for v, has_graph, sent in zip(parts, flags, kept.flags or flags, strict=True)
+            if sent
+        ]
+        return outputs
+
+    def backward(self, microbatch: int, gradients) -> list[torch.Tensor]:
+        """Run the backward pass; `.grad` of the parameters grows.
+
+        gradients: one for each output that needs one. Returns one for each received value that
+        needs one, zeros where the stage doesn't use it.
+        """
+        kept = self._kept.pop(microbatch)
+        pairs = [(r, g) for r, g in zip(kept.roots, gradients, strict=True) if r is not None]
+        if pairs:
+            roots, gradients = zip(*pairs, strict=True)
+            _run_backward(roots, gradients, False, False, (), allow_unreachable=True,
+                          accumulate_grad=True)  # fmt: skip
+        caught = kept.caught[0] if kept.caught else (None,) * len(kept.received)
+        return [
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+            for gradient, (shape, dtype, device) in zip(caught, kept.received, strict=True)
+        ]
+
+    def wants(self, microbatch: int) -> int:
+        """How many gradients `backward` takes for this micro-batch."""
+        return len(self._kept[microbatch].roots)
+
+    def clear(self) -> None:
+        """Let go of everything, after a step that failed."""
+        self._kept.clear()
+
+    @contextmanager
+    def _spare_buffers(self):
+        """Let a second forward pass change copies of the buffers: BatchNorm's running statistics
+        have seen this micro-batch already."""
+        if not self.module.training:
+            yield
+            return
+        own = [(m, name, b) for m in self.module.modules() for name, b in m._buffers.items()
+               if b is not None]  # fmt: skip
+        for module, name, buffer in own:
+            module._buffers[name] = buffer.clone()
+        if self.meter is not None:
+            self.meter.exempt(m._buffers[name] for m, name, _ in own)
+        try:
+            yield
+        finally:
+            for module, name, buffer in own:
+                module._buffers[name] = buffer
+
+
+def _takes_several(layer: nn.Module) -> bool:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(layer.forward).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return sum(p.kind in kinds and p.default is p.empty for p in parameters) > 1 or any(
+        p.kind is p.VAR_POSITIONAL for p in parameters
+    )
+
+
+def _differentiable(value) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _random_state() -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else states
+
+
+@contextmanager
+def _restored(states: list[torch.Tensor]):
+    """The random numbers as they were, and afterwards as they are now."""
+    now = _random_state()
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+    try:
+        yield
+    finally:
+        torch.set_rng_state(now[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(now[1])
