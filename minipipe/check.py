@@ -94,7 +94,7 @@ def _missing_numbers(schedule: Schedule, places, found: Problems) -> None:
     for what, numbers in (("stage", schedule.holders), ("micro-batch", seen)):
         for low, high in pairwise([-1, *numbers]):
             lost = f"{what} {low + 1} is" if high == low + 2 else (
-                f"{what}s {low + 1} to {high - 1} are")  # fmt: skip
+                f"{what.replace('batch', 'batche')}s {low + 1} to {high - 1} are")  # fmt: skip
             if high > low + 1:
                 found.add(0, 0, f"{lost} in no row, though {what} {high} is")
     here: dict[int, int] = Counter(stage for stage, _ in places)
@@ -235,8 +235,10 @@ def _stuck(schedule: Schedule, waits, found: Problems) -> None:
             path.append(row)
             row = stuck[row].row
         if row not in path:
-            continue
+            continue  # not in the cycle, but behind it
         cycle = path[path.index(row):]
+        if any((at[r], r) == known[:2] for r in cycle for known in found.found):
+            continue  # no reason of its own
         cycle = cycle[cycle.index(min(cycle)):] + cycle[:cycle.index(min(cycle))]
         lines = [
             f"{_At(schedule.rows[r][at[r]], r, at[r])} waits for {stuck[r].action} "

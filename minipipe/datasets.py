@@ -15,6 +15,7 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,6 @@ PIXELS = {  # largest value, then mean and deviation once that is 1
     "fashion-mnist": (255, 0.2860, 0.3530),
 }
 NAMES = tuple(PIXELS)
-COMMITTED = ("mnist", "digits")
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
@@ -72,7 +72,7 @@ def load(
     if name == "shapes":
         arrays = [*_shapes(train or 6000, [seed, 0]), *_shapes(test or 1000, [seed, 1])]
     else:
-        arrays = (_committed if name in COMMITTED else _downloaded)(name, root)
+        arrays = (_committed if name in ("mnist", "digits") else _downloaded)(name, root)
     largest, mean, deviation = PIXELS[name]
     tensors = []
     parts = (("train", train, *arrays[:2]), ("test", test, *arrays[2:]))
@@ -119,8 +119,7 @@ def _downloaded(name: str, root) -> list[np.ndarray]:
     """The four arrays of a torchvision set, downloaded into the folder unless it is there."""
     import torchvision
 
-    kinds = {"cifar10": torchvision.datasets.CIFAR10}
-    kind = kinds.get(name, torchvision.datasets.FashionMNIST)
+    kind = getattr(torchvision.datasets, "CIFAR10" if name == "cifar10" else "FashionMNIST")
     folder = root or os.environ.get("MINIPIPE_DATA") or Path.home() / ".cache" / "minipipe"
     try:
         sets = [kind(str(folder), train=part, download=True) for part in (True, False)]
@@ -139,12 +138,19 @@ def _downloaded(name: str, root) -> list[np.ndarray]:
 
 
 def _shapes(count: int, seed: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """uint8 images [count, 3, 32, 32] of a coloured shape on a darker ground, and their labels.
+    """uint8 images [count, 3, 32, 32] and labels; the first ones do not depend on `count`."""
+    random = np.random.default_rng(seed).random((count, 11), dtype=np.float32)
+    noise = np.random.default_rng([*seed, 1])
+    parts = [_draw(rows, noise) for rows in np.array_split(random, range(256, count, 256))]
+    return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
 
-    Classes: circle, ring, square, diamond, triangle, plus, cross, star, half disc, crescent. The
-    first rows do not depend on `count`.
+
+def _draw(random: np.ndarray, noise: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """A coloured shape on a darker ground for each row of 11 numbers from 0 to 1, and its label.
+
+    Classes: circle, ring, square, diamond, triangle, plus, cross, star, half disc, crescent.
     """
-    random = np.random.default_rng(seed).random((count, 11), dtype=np.float32).T[..., None, None]
+    random = random.T[..., None, None]
     labels = (random[0, :, 0, 0] * 10).astype(np.uint8)
     radius, angle = 7 + 6 * random[1], 0.5 * random[2] - 0.25
     y, x = np.mgrid[:32, :32].astype(np.float32)[:, None] - 15.5 + (random[3:5] - 0.5) * 8
@@ -164,10 +170,10 @@ def _shapes(count: int, seed: list[int]) -> tuple[np.ndarray, np.ndarray]:
         np.minimum(1 - r, np.hypot(u - 0.45, v) - 0.7),
     ]
     inside = np.clip(np.choose(labels[:, None, None], depth) * radius + 0.5, 0, 1)[:, None]
-    ground, colour = np.moveaxis(random[5:11].reshape(2, 3, count, 1, 1), 2, 1)
+    ground, colour = np.moveaxis(random[5:11].reshape(2, 3, -1, 1, 1), 2, 1)
     image = 0.45 * ground * (1 - inside) + (0.5 + 0.5 * colour) * inside
-    noise = np.random.default_rng([*seed, 1]).standard_normal((count, 3, 32, 32), np.float32)
-    return (np.clip(image + 0.04 * noise, 0, 1) * 255).astype(np.uint8), labels
+    image += 0.04 * noise.standard_normal(image.shape, np.float32)
+    return (np.clip(image, 0, 1) * 255).astype(np.uint8), labels
 
 
 def batches(
@@ -182,18 +188,12 @@ def batches(
     rows = len(dataset.train_targets)
     if batch < 1 or (drop_last and batch > rows):
         raise ValueError(f"batch={batch}; legal is 1 to {rows}, the rows of {dataset.name}")
-    if steps < 0:
-        raise ValueError(f"steps={steps}; legal is at least 0")
-    return _batches(dataset, batch, steps, seed, drop_last)
-
-
-def _batches(dataset, batch, steps, seed, drop_last) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    rows = len(dataset.train_targets)
-    last = rows - batch if drop_last else rows - 1
-    while steps > 0:
-        order = torch.randperm(rows, generator=generator)
-        for first in range(0, last + 1, batch)[:steps]:
-            chosen = order[first : first + batch]
-            yield dataset.train_inputs[chosen], dataset.train_targets[chosen]
-            steps -= 1
+
+    def chosen() -> Iterator[Tensor]:
+        while True:
+            for part in torch.randperm(rows, generator=generator).split(batch):
+                if len(part) == batch or not drop_last:
+                    yield part
+
+    return ((dataset.train_inputs[i], dataset.train_targets[i]) for i in islice(chosen(), steps))

@@ -147,7 +147,8 @@ def lower(schedule: Schedule) -> Program:
     """Add the sends and receives that follow from the rows.
 
     Raises ScheduleError with all reasons (see `check`) if the rows are not a legal schedule, but
-    for a cycle of waiting actions, which shows when the program is run or simulated.
+    for actions that wait in a cycle, or for a later one on their own rank: that shows in `check`
+    and when the program is simulated.
     """
     given(schedule, None)
     # Counted first: a table with gaps, such as 0F999999999, must not become lists of that size.

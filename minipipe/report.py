@@ -211,9 +211,9 @@ def _race_columns(entry: dict) -> dict[str, str]:
     return {name: "–" if value is None else how(value) for name, (value, how) in figures.items()}
 
 
-def race_tables(entries: Sequence[dict], width: int = 110) -> list[Table]:
+def race_tables(entries: Sequence[dict], width: int = 124) -> list[Table]:
     """The comparison of a race: `entries` as in `minipipe race --json`; one table, or two where
-    it is to be read in fewer than 110 characters."""
+    it is to be read in fewer than 124 characters."""
     from rich import box
     from rich.table import Table
 
@@ -222,7 +222,7 @@ def race_tables(entries: Sequence[dict], width: int = 110) -> list[Table]:
     titles = ["Bubble = idle / (ranks × makespan).",
               "Activations, parameters and bytes sent: the largest of the ranks."]  # fmt: skip
     parts = [(" ".join(titles), headings)]
-    if width < 110:
+    if width < 124:
         parts = [(titles[0], headings[:6]), (titles[1], headings[6:])]
     tables = []
     for title, shown in parts:

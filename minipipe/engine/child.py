@@ -47,15 +47,15 @@ def be_rank(link: Connection, output: Connection | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # so that the parent can kill what this rank starts, even after its death
+    sys.stdout = _Sender(link)
     if output:
         for standard in (1, 2):
             os.dup2(output.fileno(), standard)
         output.close()
-    binary = io.FileIO(1, "w", closefd=False) if output else io.BufferedWriter(_Sender(link))
-    sys.stdout = io.TextIOWrapper(binary, "utf-8", "backslashreplace", line_buffering=True)
-    sys.stderr = sys.stdout
-    if output:
+        binary = io.FileIO(1, "w", closefd=False)
+        sys.stdout = io.TextIOWrapper(binary, "utf-8", "backslashreplace", line_buffering=True)
         faulthandler.enable()  # a crash prints where it happened
+    sys.stderr = sys.stdout
     tasks: queue.Queue = queue.Queue()
     threading.Thread(target=_listen, args=(link, tasks), daemon=True).start()
     link.send(None)  # ready
@@ -63,16 +63,13 @@ def be_rank(link: Connection, output: Connection | None) -> None:
         _run(tasks.get(), link)
 
 
-class _Sender(io.RawIOBase):
+class _Sender(io.TextIOBase):
     def __init__(self, link: Connection):
         self.link = link
 
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data) -> int:
-        _send(self.link, "output", bytes(data))
-        return len(data)
+    def write(self, text: str) -> int:
+        _send(self.link, "output", text.encode(errors="replace"))
+        return len(text)
 
 
 def _send(link: Connection, kind: str, content) -> None:
@@ -167,6 +164,7 @@ def join_group(backend: str, timeout: float, local_ranks: int, directory: str | 
         torch.cuda.set_device(rank)
     limit = datetime.timedelta(seconds=min(timeout, 1e7))
     dist.init_process_group(backend, timeout=limit, **store)
+    dist.barrier()  # links are made lazily: let no rank fail or leave before they exist
 
 
 def leave_group() -> None:
@@ -190,7 +188,6 @@ def describe(error: BaseException, names: dict[str, str]) -> dict:
         failure["original"] = dumps(error)
     failure["cause"] = "".join(traceback.format_exception_only(error)).strip()
     failure["place"] = place(traceback.extract_tb(error.__traceback__), names)
-    failure["traceback"] = "".join(traceback.format_exception(error))
     return failure
 
 

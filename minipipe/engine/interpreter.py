@@ -15,6 +15,10 @@ from minipipe.engine.pace import Clock
 from minipipe.engine.stage import Stage, as_values
 from minipipe.lower import Message, Program
 
+# Receives are posted this many actions ahead while the buffers take no more bytes than SPARE.
+AHEAD = 64
+SPARE = 1 << 20
+
 
 @dataclass
 class Work:
@@ -69,14 +73,16 @@ class Interpreter:
         sent = {m[:3] for step in self.steps for m in step.sends}
         parts = [part for step in self.steps for part in step.action.parts]
         self._handed = {p[:3] for p in parts if p.kind == "F"} - {(s, k, m) for k, s, m in sent}
+        self._receives = [(place, m) for place, s in enumerate(self.steps) for m in s.receives]
+        self._next = 0
         self._dropped = {(p.stage, p.microbatch) for p in parts if p.kind == "R"}
 
     def run(self, work: Work, clock: Clock) -> Record:
         """Do all actions of one step."""
         record, links, values, meter = Record(), self.links, self._values, self.meter
         form = work.form
-        self._post(work, 0)
-        self._post(work, 1)
+        self._next = 0
+        self._post(work, -1)
         clock.reset()
         for place, (action, receives, sends) in enumerate(self.steps):
             blocked = 0.0
@@ -99,7 +105,7 @@ class Interpreter:
                 record.after.append(meter.level)
             for message in sends:
                 links.send(message, *values.pop(message[:3]), work.announce and message.kind == "F")
-            self._post(work, place + 2)
+            self._post(work, place)
             if sends:
                 record.transfer += perf_counter() - end
         links.finish()
@@ -112,12 +118,18 @@ class Interpreter:
             stage.clear()
 
     def _post(self, work: Work, place: int) -> None:
-        """Post the receives of an action two places ahead, so that its messages can travel while
-        the action before it computes."""
-        if work.announce or place >= len(self.steps):
+        """Post the receives of the actions that follow: a message travels at once where somebody
+        waits for it. Never later than an action ahead, and as far ahead as little memory allows.
+        """
+        if work.announce:
             return
-        for message in self.steps[place].receives:
-            self.links.post(message, work.form)
+        links, receives = self.links, self._receives
+        while self._next < len(receives):
+            due, message = receives[self._next]
+            if due > place + 2 and (due > place + AHEAD or links.bytes_posted > SPARE):
+                return
+            links.post(message, work.form)
+            self._next += 1
 
     def _do(self, part: Action, work: Work) -> None:
         stage = self.stages[part.stage]

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import linecache
 import multiprocessing
-import operator
 import os
 import pickle
 import signal
@@ -29,23 +28,22 @@ _lock = threading.Lock()
 _idle: list[SimpleNamespace] = []  # spawned ranks that wait for the next launch
 
 if "forkserver" in multiprocessing.get_all_start_methods():
-    # torch._dynamo: the first optimizer of a process imports it, in 1.3 s. Set here, as a fork
-    # server that someone else has started earlier would stay without torch.
-    _preload = ["torch", "torch.distributed", "torch._dynamo", "numpy", child.__name__]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_preload)
+    # The first optimizer of a process imports torch._dynamo, in 1.3 s. All this is asked for at
+    # import: a fork server that something else has started before would stay without torch.
+    _modules = ["torch", "torch.distributed", "torch._dynamo", "numpy", child.__name__]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_modules)
 
 
 class RankError(RuntimeError):
     """A rank failed; the text says how, and where every other rank stood.
 
     rank: which (None after a timeout); cause: its exception and message; where: rank -> where it
-    stood; original: the exception itself, None if it can't be pickled; traceback: all of it.
+    stood; original: the exception itself, None if it can't be pickled.
     """
 
-    def __init__(self, text, rank=None, cause="", where=None, original=None, traceback=""):
+    def __init__(self, text, rank=None, cause="", where=None, original=None):
         super().__init__(text)
-        self.rank, self.cause, self.where = rank, cause, where or {}
-        self.original, self.traceback = original, traceback
+        self.rank, self.cause, self.where, self.original = rank, cause, where or {}, original
 
     def _render_traceback_(self) -> list[str]:
         return f"{type(self).__name__}: {self}".splitlines()  # all that a notebook shows
@@ -74,7 +72,7 @@ def launch(
     rank: nothing is started, and every rank gets the list.
     Raises RankError, RankTimeout; ValueError or TypeError for an argument; no process stays behind.
     """
-    _check(fn, ranks, timeout, output, threads, backend)
+    _check(fn, ranks, timeout, output, threads, backend, cwd)
     if child.current_rank is not None:
         raise RuntimeError(
             f"launch was called inside rank {child.current_rank}, and a rank can't start ranks. "
@@ -82,14 +80,16 @@ def launch(
         )
     if {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
         return _run_under_torchrun(fn, args, ranks, timeout, backend)
-    processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    task = SimpleNamespace(ranks=operator.index(ranks), timeout=timeout, backend=backend)
-    task.threads = threads or max(1, (processors or 1) // ranks)
+    task = SimpleNamespace(ranks=int(ranks), timeout=timeout, backend=backend)
+    processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    task.threads = threads or max(1, processors // ranks)
     task.cwd, task.path, task.argv = os.path.abspath(cwd), list(sys.path), list(sys.argv)
     task.environment, task.call = dict(os.environ), _pickle_call(fn, args)
     # Sources without a file, such as a notebook's cells: linecache has no time of change for them.
     task.sources = {k: v for k, v in linecache.cache.items() if len(v) == 4 and v[1] is None}
-    task.names = _cell_names(task.sources)
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    names = {k: shell.compile.format_code_name(k) for k in task.sources} if shell else {}
+    task.names = {file: " ".join(name) for file, name in names.items() if name}  # Cell In[3]
     with tempfile.TemporaryDirectory(prefix="minipipe-", ignore_cleanup_errors=True) as directory:
         task.directory = directory
         return _Watch(task, output).run()
@@ -105,23 +105,25 @@ def _must_spawn() -> bool:
     return not hasattr(os, "fork") or os.environ.get("MINIPIPE_START") == "spawn"
 
 
-def _check(fn, ranks, timeout, output, threads, backend) -> None:
-    def is_int(value):
-        return hasattr(value, "__index__") and not isinstance(value, bool)
+def _check(fn, ranks, timeout, output, threads, backend, cwd) -> None:
+    def is_number(value, method):
+        return hasattr(value, method) and not isinstance(value, bool)
 
-    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    for name, value, right_type, right_value, legal in (
-        ("fn", fn, callable(fn), True, "a function fn(rank, *args)"),
-        ("ranks", ranks, is_int(ranks), is_int(ranks) and ranks >= 1, "an int of at least 1"),
-        ("timeout", timeout, number, number and timeout > 0, "a number of seconds above 0"),
-        ("threads", threads, threads is None or is_int(threads), not is_int(threads) or threads > 0,
-         "None or an int of at least 1"),
-        ("output", output, output in (None, True, False) or callable(output), True,
+    count = "an int of at least 1"
+    for name, value, right_type, is_right, legal in [
+        ("fn", fn, callable(fn), None, "a function fn(rank, *args)"),
+        ("ranks", ranks, is_number(ranks, "__index__"), lambda: ranks >= 1, count),
+        ("timeout", timeout, is_number(timeout, "__float__"), lambda: timeout > 0, "above 0 seconds"),
+        ("output", output, output in (None, True, False) or callable(output), None,
          "None, False or a function (rank, line)"),
-        ("backend", backend, isinstance(backend, str), True, '"auto" or a name such as "gloo"'),
-    ):  # fmt: skip
-        if not right_type or not right_value:
-            raise (ValueError if right_type else TypeError)(f"{name} must be {legal}, not {value!r}")
+        ("threads", threads, threads is None or is_number(threads, "__index__"),
+         lambda: threads is None or threads >= 1, f"None or {count}"),
+        ("backend", backend, isinstance(backend, str), None, '"auto" or a name such as "gloo"'),
+        ("cwd", cwd, isinstance(cwd, (str, os.PathLike)), lambda: os.path.isdir(cwd), "a directory"),
+    ]:  # fmt: skip
+        if not right_type or (is_right and not is_right()):
+            error = ValueError if right_type else TypeError
+            raise error(f"{name} must be {legal}, not {value!r}")
 
 
 def _pickle_call(fn: Callable, args: tuple) -> bytes:
@@ -143,44 +145,41 @@ def _pickle_call(fn: Callable, args: tuple) -> bytes:
                 cloudpickle.unregister_pickle_by_value(module)
 
 
-def _cell_names(files) -> dict[str, str]:
-    """What a notebook calls its cells: "Cell In[3]" instead of /tmp/ipykernel_17/42.py."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    names = {file: shell.compile.format_code_name(file) for file in files} if shell else {}
-    return {file: " ".join(name) for file, name in names.items() if name}
-
-
 def _run_under_torchrun(fn, args, ranks, timeout, backend) -> list[Any]:
     import torch.distributed as dist
 
-    world = int(os.environ["WORLD_SIZE"])
-    if ranks != world:
-        raise ValueError(f"ranks must be {world}, as torchrun has started {world}, not {ranks}")
+    results = [None] * int(os.environ["WORLD_SIZE"])
+    if ranks != len(results):
+        raise ValueError(f"ranks must be {len(results)}, as many as torchrun started, not {ranks}")
     own_group = not dist.is_initialized()
     if own_group:
         child.join_group(backend, timeout, int(os.environ["LOCAL_WORLD_SIZE"]), None)
-    results = [None] * world
     dist.all_gather_object(results, fn(dist.get_rank(), *args))
     if own_group:
         child.leave_group()
     return results
 
 
-def _start_ranks(task) -> list[SimpleNamespace]:
+def _start_ranks(count: int) -> list[SimpleNamespace]:
     """Processes that wait for a task: forked from one that has torch, or spawned and used again."""
     forked, ranks = not _must_spawn(), []
     context = multiprocessing.get_context("forkserver" if forked else "spawn")
     try:
-        with _lock, _without_main():
-            ranks += [] if forked else [_idle.pop() for _ in range(min(task.ranks, len(_idle)))]
-            for _ in range(task.ranks - len(ranks)):
-                link, their_link = Pipe()
-                output, their_output = Pipe(duplex=False) if forked else (None, None)
-                process = context.Process(target=child.be_rank, args=(their_link, their_output))
-                ranks.append(SimpleNamespace(process=process, link=link, output=output, new=True))
-                process.start()
-                for end in filter(None, (their_link, their_output)):
-                    end.close()
+        with _lock:
+            ranks += [] if forked else [_idle.pop() for _ in range(min(count, len(_idle)))]
+            main = sys.modules["__main__"]
+            sys.modules["__main__"] = ModuleType("__main__")  # else ranks run the script again
+            try:
+                for _ in range(count - len(ranks)):
+                    link, their_link = Pipe()
+                    output, their_output = Pipe(duplex=False) if forked else (None, None)
+                    process = context.Process(target=child.be_rank, args=(their_link, their_output))
+                    ranks.append(SimpleNamespace(process=process, link=link, output=output, new=1))
+                    process.start()
+                    for end in filter(None, (their_link, their_output)):
+                        end.close()
+            finally:
+                sys.modules["__main__"] = main
         for rank in ranks:
             rank.new = rank.new and rank.link.recv()
     except BaseException as error:
@@ -189,21 +188,6 @@ def _start_ranks(task) -> list[SimpleNamespace]:
             raise RuntimeError(f"no rank starts: does {sys.executable} import torch?") from error
         raise
     return ranks
-
-
-@contextlib.contextmanager
-def _without_main():
-    """Hide the script, or every new rank would run it again to have its functions."""
-    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-@atexit.register
-def _end_idle_ranks() -> None:
-    _end_ranks(_idle)  # multiprocessing would wait for them
 
 
 def _end_ranks(ranks: list[SimpleNamespace]) -> None:
@@ -217,13 +201,15 @@ def _end_ranks(ranks: list[SimpleNamespace]) -> None:
         process.join(5)
 
 
+atexit.register(_end_ranks, _idle)  # multiprocessing would wait for them
+
+
 class _Watch:
     """One launch, in the thread that called it: reads all that the ranks say, then judges."""
 
     def __init__(self, task, output):
-        self.task = task
-        self.write = output if callable(output) else _drop if output is False else _print
-        self.ranks, self.sources = _start_ranks(task), {}
+        self.task, self.ranks, self.sources = task, _start_ranks(task.ranks), {}
+        self.write = output if callable(output) else (lambda *_: 0) if output is False else _print
         for number, rank in enumerate(self.ranks):
             rank.number, rank.text, rank.stack = number, b"", None
             rank.result = rank.failure = rank.code = None  # code: 0 at a good end
@@ -238,17 +224,18 @@ class _Watch:
                 with contextlib.suppress(OSError):  # a rank that is dead already is seen below
                     rank.link.send(SimpleNamespace(**vars(self.task), rank=rank.number))
             end = time.monotonic() + self.task.timeout
+            failures = []
             while any(rank.code is None for rank in self.ranks) and time.monotonic() < end:
                 self.read(end - time.monotonic())
                 failures = [rank.failure for rank in self.ranks if rank.failure]
                 if not all(failure["secondary"] for failure in failures):
                     break
                 end = min([end] + [failure["time"] + GRACE for failure in failures])
-            if any(rank.code is None or rank.failure for rank in self.ranks):
+            if failures or any(rank.code is None for rank in self.ranks):
                 self.ask_for_stacks()
-                error = self.error()
+                error = self.error(timed_out=not failures)
         finally:
-            self.stop(well=error is None and all(rank.code == 0 for rank in self.ranks))
+            self.stop(well=not error and all(rank.code == 0 for rank in self.ranks))
         if error:
             raise error
         return [pickle.loads(rank.result) for rank in self.ranks]
@@ -262,32 +249,31 @@ class _Watch:
     def read_from(self, source, rank) -> None:
         kind, content = "", None
         if source is rank.output:
-            kind, content = "output", os.read(source.fileno(), 1 << 16)
+            kind, content = "output", os.read(source.fileno(), 1 << 16) or None
         elif source is rank.link:
             with contextlib.suppress(EOFError, OSError):
                 kind, content = source.recv()
-        if kind == "output" and content:
+        if content is None:
+            del self.sources[source]
+            if source is rank.process.sentinel:
+                self.take_death(rank)
+        elif kind == "output":
             *lines, rank.text = (rank.text + content).split(b"\n")
             if len(rank.text) > LONGEST_LINE:
                 lines, rank.text = [*lines, rank.text], b""
             for line in lines:
                 self.write(rank.number, line.decode(errors="replace"))
-        elif content is not None and kind != "output":
-            setattr(rank, kind, content)  # its result, failure, stack or code
         else:
-            del self.sources[source]
-            if source is rank.process.sentinel:
-                self.take_death(rank)
+            setattr(rank, kind, content)  # its result, failure, stack or code
 
     def take_death(self, rank) -> None:
-        moment = time.monotonic()
+        death = {"time": time.monotonic(), "secondary": False, "original": None, "place": ""}
         while rank.link in self.sources and rank.link.poll():
             self.read_from(rank.link, rank)  # what it said before
         code = rank.code = rank.process.exitcode
         cause = f"ended with exit code {code} before it returned"
         if code < 0:
             cause = f"killed by {signal.Signals(-code).name}"
-        death = {"time": moment, "secondary": False, "original": None, "place": "", "traceback": ""}
         rank.failure = rank.failure or death | {"cause": cause}
 
     def ask_for_stacks(self) -> None:
@@ -300,34 +286,32 @@ class _Watch:
         while time.monotonic() < end and any(r.code is None and r.stack is None for r in asked):
             self.read(end - time.monotonic())
 
-    def error(self) -> RankError:
+    def error(self, timed_out: bool) -> RankError:
         where, failed = {}, [rank for rank in self.ranks if rank.failure]
         for rank in self.ranks:
-            text = rank.failure["place"] or rank.failure["cause"] if rank.failure else rank.stack
-            if rank.result is not None and not rank.failure:
+            text = rank.stack or ("starting" if rank.stack == "" else "no answer: stopped or stuck")
+            if rank.failure:
+                text = rank.failure["place"] or rank.failure["cause"]
+            elif rank.result is not None:
                 text = "had returned"
-            text = text or ("not yet in fn" if rank.stack == "" else "no answer: stopped or stuck")
             where[rank.number] = ": ".join(line.strip() for line in text.splitlines()[:2])
-        first = min(failed, key=lambda r: (r.failure["secondary"], r.failure["time"]), default=None)
-        others = [f"  rank {n}: {w}" for n, w in where.items() if not first or n != first.number]
-        if not first:
+        lines = [f"  rank {number}: {text}" for number, text in where.items()]
+        if timed_out:
             cause = f"the ranks did not end within {self.task.timeout:g} s"
-            return RankTimeout("\n".join([cause, *others]), cause=cause, where=where)
-        failure, original = first.failure, None
+            return RankTimeout("\n".join([cause, *lines]), cause=cause, where=where)
+        first = min(failed, key=lambda rank: (rank.failure["secondary"], rank.failure["time"]))
+        del lines[first.number]
+        lines = ["the other ranks:", *lines] if lines else []
+        cause, place, original = (first.failure[key] for key in ("cause", "place", "original"))
         with contextlib.suppress(Exception):
-            original = pickle.loads(failure["original"])
-        text = [f"rank {first.number}: {failure['cause']}", failure["place"]]
-        text = "\n".join(filter(None, [*text, *(["the other ranks:", *others] if others else [])]))
-        return RankError(
-            text, first.number, failure["cause"], where, original, failure["traceback"]
-        )
+            original = pickle.loads(original)
+        text = "\n".join([f"rank {first.number}: {cause}", *place.splitlines(), *lines])
+        return RankError(text, first.number, cause, where, original)
 
     def stop(self, well: bool) -> None:
         """End all that still runs or keep it for the next launch, and take in the last output."""
-        if well and _must_spawn():
-            with _lock:
-                _idle.extend(self.ranks)
-        else:
+        keep = well and not self.ranks[0].output
+        if not keep:
             _end_ranks(self.ranks)
         try:
             for rank in self.ranks:
@@ -336,16 +320,13 @@ class _Watch:
                 if rank.text:
                     self.write(rank.number, rank.text.decode(errors="replace"))
         finally:
-            for rank in self.ranks:
-                if rank.output or not well:
-                    for end in filter(None, (rank.link, rank.output)):
-                        end.close()
+            for end in [end for rank in self.ranks for end in (rank.link, rank.output)]:
+                if end and not keep:
+                    end.close()
+            with _lock:
+                _idle.extend(self.ranks if keep else [])
 
 
 def _print(rank: int, line: str) -> None:
     sys.stdout.write(f"[rank {rank}] {line}\n")
     sys.stdout.flush()
-
-
-def _drop(rank: int, line: str) -> None:
-    pass

@@ -88,7 +88,7 @@ class Links:
         self._through_host = device.type != "cpu" and not self._nccl
         self.delay: Callable[[Message, int], float] | None = None  # emulated links
         self._couriers: dict[int, _Courier] = {}
-        self.bytes_sent = 0
+        self.bytes_sent = self.bytes_posted = 0
         self._failed = False
         peers = {m.source for s in program.steps(rank) for m in s.receives}
         peers |= {m.target for s in program.steps(rank) for m in s.sends}
@@ -179,6 +179,7 @@ class Links:
             ]  # fmt: skip
             works = [group.recv([b], place, 0) for b in buffers if b is not None]
             self._arriving[following] = buffers, works, payload
+            self.bytes_posted += sum(b.nbytes for b in buffers if b is not None)
 
     def receive_announced(self, message: Message, payload_of: Callable[[Message], Payload]) -> None:
         """Post the receive of a message, after those before it, where an activation's form is
@@ -202,6 +203,7 @@ class Links:
     def take(self, message: Message) -> tuple[tuple, Payload]:
         """Wait for a posted message; its values, and their form."""
         buffers, works, payload = self._arriving.pop(message)
+        self.bytes_posted -= sum(b.nbytes for b in buffers if b is not None)
         self._wait(works)
         source = message.source
         self._settle(source, self._settles[source][self._number[message]])

@@ -52,11 +52,13 @@ def build(name: str, *, ranks: int, microbatches: int, **arguments) -> Schedule:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ScheduleError(f"{argument}={value!r} must be a whole number, at least 1")
-    per_microbatch = ranks * (given.get("chunks") or 2)
-    if per_microbatch * microbatches > _MOST_ACTIONS:
+    stages = ranks * given.get("chunks", 2)
+    if stages * microbatches > _MOST_ACTIONS:
+        argument, rest = ("microbatches", stages) if stages < _MOST_ACTIONS else (
+            "ranks", stages // ranks * microbatches)  # fmt: skip
         raise ScheduleError(
-            f"microbatches={microbatches} makes more than {_MOST_ACTIONS:,} actions on {ranks} "
-            f"ranks; the nearest legal value is microbatches={max(1, _MOST_ACTIONS // per_microbatch)}"
+            f"{argument}={given[argument]} makes too many actions to handle; the nearest legal "
+            f"value is {_MOST_ACTIONS // rest}"
         )
     label = name + "+recompute" if arguments.get("recompute") else name
     return Schedule(make(**given), label)
