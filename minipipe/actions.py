@@ -13,7 +13,6 @@ KINDS = {
     "R": "recompute",
     "U": "weight update",
 }
-LARGEST = 10**9 - 1  # of the numbers of stages and micro-batches
 _ACTION = re.compile(r"([0-9]{1,9})([FBIWRU])([0-9]{1,9})")
 # torch writes a pair with the name of its computation type behind the bracket.
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)(?:OVERLAP_F_B)?")

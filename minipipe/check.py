@@ -6,37 +6,31 @@ Rows and places are counted from 0, as ranks, stages and micro-batches are.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import accumulate, islice, pairwise
-from operator import itemgetter
+from itertools import accumulate, pairwise, product
+from typing import NamedTuple
 
 from minipipe.actions import Action, ScheduleError
 from minipipe.costs import Costs, Number, common_scale, exact, given
-from minipipe.schedule import Schedule
+from minipipe.schedule import KIND_AND_STAGE, Schedule
 
 _FEW = 8  # so many missing actions are named, the others are counted
-_KIND_AND_STAGE = itemgetter(1, 0)
 # What has to stand before what, for one stage and micro-batch on its row.
 _BEFORE = [("F", "B"), ("F", "I"), ("F", "R"), ("R", "B"), ("R", "I"), ("I", "W"), ("F", "W")]
 
 
-@dataclass
-class Problems:
-    """What was found, each with the place in its row at which it shows."""
+class Problems(list):
+    """What was found: place in the row, row, reason."""
 
-    found: list[tuple[int, int, str]] = field(default_factory=list)
-
-    def add(self, row: int, place: int, text: str) -> None:
-        self.found.append((place, row, text))
+    def add(self, row: int, place: int, reason: str) -> None:
+        self.append((place, row, reason))
 
     def error(self) -> ScheduleError:
         """All reasons as one error, the earliest in the table first."""
-        return ScheduleError(*dict.fromkeys(text for _, _, text in sorted(self.found)))
+        return ScheduleError(*dict.fromkeys(reason for _, _, reason in sorted(self)))
 
 
-@dataclass(frozen=True)
-class _At:
+class _At(NamedTuple):
     """A single action and where it stands; the parts of a pair stand at one place."""
 
     action: Action
@@ -60,7 +54,7 @@ def check(schedule: Schedule, memory_limit: Number | None = None,
     found = problems(schedule)
     if memory_limit is not None and len(schedule.holders) == schedule.stages:
         _over_limit(schedule, memory_limit, costs, found)
-    if found.found:
+    if found:
         raise found.error()
 
 
@@ -97,27 +91,20 @@ def _missing_numbers(schedule: Schedule, places, found: Problems) -> None:
                 f"{what.replace('batch', 'batche')}s {low + 1} to {high - 1} are")  # fmt: skip
             if high > low + 1:
                 found.add(0, 0, f"{lost} in no row, though {what} {high} is")
-    here: dict[int, int] = Counter(stage for stage, _ in places)
+    if len(schedule.holders) * len(seen) > 10 * len(places) + 1000:
+        found.add(0, 0, f"of {len(schedule.holders)} stages with {len(seen)} micro-batches only "
+                  f"{len(places)} are in the table")  # fmt: skip
+        return
     missing: dict[tuple, list[int]] = defaultdict(list)
-    more: dict[tuple, int] = Counter()
-    for (stage, microbatch), at in places.items():
-        kinds = {one.action.kind for one in at}
-        for kind, because in _missing_kinds(kinds, schedule.forward_only):
-            missing[at[0].row, stage, kind, because].append(microbatch)
-    for stage, rows in schedule.holders.items():
-        lost = len(seen) - here[stage]
-        few = list(islice((m for m in seen if (stage, m) not in places), min(lost, _FEW)))
-        for kind, because in _missing_kinds(set(), schedule.forward_only) if few else ():
-            missing[rows[0], stage, kind, because] += few
-            more[rows[0], stage, kind, because] = lost - len(few)
-    for key, microbatches in missing.items():
-        row, stage, kind, because = key
-        names = ", ".join(f"{stage}{kind}{m}" for m in sorted(microbatches)[:_FEW])
-        others = len(microbatches) - _FEW if len(microbatches) > _FEW else 0
-        if others + more[key]:
-            names += f" and {others + more[key]} more"
-        verb = "is" if len(microbatches) == 1 else "are"
-        found.add(row, len(schedule.rows[row]), f"row {row}: {names} {verb} missing ({because})")
+    for (stage, rows), microbatch in product(schedule.holders.items(), seen):
+        at = places.get((stage, microbatch), ())
+        for kind, because in _missing_kinds({a.action.kind for a in at}, schedule.forward_only):
+            missing[at[0].row if at else rows[0], stage, kind, because].append(microbatch)
+    for (row, stage, kind, because), lost in missing.items():
+        names = ", ".join(f"{stage}{kind}{m}" for m in lost[:_FEW])
+        more = f" and {len(lost) - _FEW} more" if len(lost) > _FEW else ""
+        found.add(row, len(schedule.rows[row]), f"row {row}: {names}{more} "
+                  f"{'is' if len(lost) == 1 else 'are'} missing ({because})")  # fmt: skip
 
 
 def _one_stage_and_microbatch(at: list[_At], found: Problems) -> None:
@@ -125,6 +112,8 @@ def _one_stage_and_microbatch(at: list[_At], found: Problems) -> None:
     first: dict[str, _At] = {}
     for here in at:
         kind = here.action.kind
+        if kind == "U":
+            continue
         if kind in first:
             found.add(here.row, here.place, f"{here}: stands twice, first at {first[kind]}")
             continue
@@ -161,13 +150,11 @@ def _missing_kinds(kinds: set[str], forward_only: bool) -> list[tuple[str, str]]
 
 
 def _uneven_copies(schedule: Schedule, found: Problems) -> None:
-    counts = {stage: len(ranks) for stage, ranks in schedule.holders.items()}
-    usual = Counter(counts.values()).most_common(1)[0][0]
-    for stage, count in counts.items():
-        if count != usual:
-            rows = ", ".join(map(str, schedule.holders[stage]))
-            found.add(schedule.holders[stage][-1], 0, f"stage {stage} stands on {count} rows "
-                      f"({rows}), other stages on {usual}")  # fmt: skip
+    usual = Counter(map(len, schedule.holders.values())).most_common(1)[0][0]
+    for stage, ranks in schedule.holders.items():
+        if len(ranks) != usual:
+            found.add(ranks[-1], 0, f"stage {stage} stands on {len(ranks)} rows "
+                      f"({', '.join(map(str, ranks))}), other stages on {usual}")  # fmt: skip
 
 
 def _waits(schedule: Schedule, places, makers, found: Problems) -> dict[tuple[int, int], list]:
@@ -194,23 +181,37 @@ def _waits(schedule: Schedule, places, makers, found: Problems) -> dict[tuple[in
 
 
 def _updates(schedule: Schedule, found: Problems) -> None:
-    """U stands behind the last gradient that it applies, and each later U applies more."""
-    for row, actions in enumerate(schedule.rows if schedule.asynchronous else ()):
-        pending: dict[int, set[int]] = defaultdict(set)
-        parts = [(place, part) for place, pair in enumerate(actions) for part in pair.parts]
-        for place, (stage, kind, microbatch, _) in parts:
+    """U stands behind all gradients that it applies, each later U applies more, all are applied."""
+    for row, actions in enumerate(schedule.parts if schedule.asynchronous else ()):
+        todo: dict[int, list[int]] = defaultdict(list)
+        for stage, kind, microbatch, _ in sorted(actions, reverse=True):
             if kind in "BW":
-                pending[stage].add(microbatch)
-            elif kind == "U":
-                here = f"row {row}, place {place} ({stage}U{microbatch})"
-                if microbatch not in pending[stage]:
-                    found.add(row, place, f"{here}: no gradient of micro-batch {microbatch} is "
-                              "there yet, or an earlier U has applied it")  # fmt: skip
-                pending[stage] = {m for m in pending[stage] if m > microbatch}
-        for stage in schedule.stages_of(row):
-            if pending[stage]:
-                found.add(row, len(actions), f"row {row}: no U of stage {stage} applies "
-                          f"micro-batch {max(pending[stage])}")  # fmt: skip
+                todo[stage].append(microbatch)
+        done = set()
+        places = (place for place, pair in enumerate(schedule.rows[row]) for _ in pair.parts)
+        for place, (stage, kind, microbatch, _) in zip(places, actions, strict=True):
+            if kind in "BW":
+                done.add((stage, microbatch))
+            if kind != "U":
+                continue
+            due = []
+            while todo[stage] and todo[stage][-1] <= microbatch:
+                due.append(todo[stage].pop())
+            late = [m for m in due if (stage, m) not in done]
+            here = f"row {row}, place {place} ({stage}U{microbatch})"
+            if stage in schedule.copies:
+                found.add(row, place, f"{here}: stage {stage} stands on several rows; copies that "
+                          "are updated at times of their own would differ")  # fmt: skip
+            elif late:
+                found.add(row, place, f"{here}: the gradient of micro-batch {late[0]} is not there "
+                          "yet")  # fmt: skip
+            elif microbatch not in due:
+                found.add(row, place, f"{here}: there is no gradient of micro-batch {microbatch} "
+                          "that an earlier U has not applied")  # fmt: skip
+        for stage, left in todo.items():
+            if left:
+                found.add(row, len(schedule.rows[row]), f"row {row}: no U of stage {stage} applies "
+                          f"micro-batch {left[0]}")  # fmt: skip
 
 
 def _stuck(schedule: Schedule, waits, found: Problems) -> None:
@@ -237,14 +238,11 @@ def _stuck(schedule: Schedule, waits, found: Problems) -> None:
         if row not in path:
             continue  # not in the cycle, but behind it
         cycle = path[path.index(row):]
-        if any((at[r], r) == known[:2] for r in cycle for known in found.found):
+        if any((at[r], r) == known[:2] for r in cycle for known in found):
             continue  # no reason of its own
         cycle = cycle[cycle.index(min(cycle)):] + cycle[:cycle.index(min(cycle))]
-        lines = [
-            f"{_At(schedule.rows[r][at[r]], r, at[r])} waits for {stuck[r].action} "
-            f"at row {stuck[r].row}, place {stuck[r].place}"
-            for r in cycle
-        ]
+        lines = [f"{_At(schedule.rows[r][at[r]], r, at[r])} waits for {stuck[r].action} at row "
+                 f"{stuck[r].row}, place {stuck[r].place}" for r in cycle]  # fmt: skip
         first = min(cycle, key=lambda r: (at[r], r))
         found.add(first, at[first], "deadlock, each waits for the next: " + "; ".join(lines))
 
@@ -274,7 +272,7 @@ def _kept(schedule: Schedule, costs: Costs) -> tuple[list[list[Number]], int]:
     scale = common_scale(table.values())
     if scale > 1:
         table = {key: int(change * scale) for key, change in table.items()}
-    rows = [list(map(table.__getitem__, map(_KIND_AND_STAGE, row))) for row in schedule.parts]
+    rows = [list(map(table.__getitem__, map(KIND_AND_STAGE, row))) for row in schedule.parts]
     if schedule.recomputes:
         again = {(a.stage, a.microbatch) for row in schedule.parts for a in row if a.kind == "R"}
         for row, changes in zip(schedule.parts, rows, strict=True):
@@ -310,7 +308,5 @@ def memory_levels(schedule: Schedule, costs: Costs) -> list[list[tuple[Number, N
                 most = max(most, level)
             levels.append((most, level))
         result.append(levels)
-    if scale == 1:
-        return result
     return [[(exact(Fraction(most, scale)), exact(Fraction(level, scale)))
-             for most, level in levels] for levels in result]  # fmt: skip
+             for most, level in levels] for levels in result] if scale > 1 else result  # fmt: skip

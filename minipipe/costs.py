@@ -56,28 +56,26 @@ class Costs:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            values = value.values() if isinstance(value, Mapping) else value
-            links = field.name in ("latency", "bandwidth")
-            many = isinstance(value, Mapping | Sequence)
-            if many and (field.name == "exchange" or links != isinstance(value, Mapping)
-                         or isinstance(value, str)):  # fmt: skip
-                legal = "a mapping from (source, target)" if links else "a list, one a stage"
-                legal = "a number" if field.name == "exchange" else "a number or " + legal
-                raise TypeError(f"{field.name} must be {legal}, not {value!r}")
-            for number in values if many else [values]:
+            value, name, legal = getattr(self, field.name), field.name, Sequence
+            if name in ("latency", "bandwidth"):
+                legal = Mapping
+                if isinstance(value, Mapping) and not all(
+                    isinstance(key, tuple) and [*map(type, key)] == [int, int] for key in value
+                ):
+                    raise TypeError(f"{name} needs pairs (source rank, target rank) as keys")
+            if name == "exchange" or not isinstance(value, legal) or isinstance(value, str | bytes):
+                values = [value]
+            else:
+                values = value.values() if legal is Mapping else value
+            for number in values:
                 if number is None and field.default is None:
                     continue
                 if isinstance(number, bool) or not isinstance(number, int | float | Fraction):
-                    raise TypeError(f"{field.name} must be a number, not {number!r}")
+                    raise TypeError(f"{name} must be a number, not {number!r}")
                 if not number >= 0 or number == math.inf:
-                    raise ValueError(f"{field.name} must be finite and not negative, not {number}")
-                if field.name == "bandwidth" and number == 0:
+                    raise ValueError(f"{name} must be finite and not negative, not {number}")
+                if name == "bandwidth" and number == 0:
                     raise ValueError("bandwidth must be greater than 0 (None: no limit)")
-            keys = value if isinstance(value, Mapping) else ()
-            if not all(isinstance(key, tuple) and {*map(type, key)} == {int} and len(key) == 2
-                       for key in keys):  # fmt: skip
-                raise TypeError(f"{field.name} needs pairs (source rank, target rank) as keys")
         if self.exchange > 1:
             raise ValueError(f"exchange is a share between 0 and 1, not {self.exchange}")
 

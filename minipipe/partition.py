@@ -31,7 +31,7 @@ def balance(costs: Sequence, stages: int) -> list[int]:
     several such cuts the one is taken whose second costliest stage costs least, and so on; then the
     one with the most layers in its early stages. No stage is empty. Work: layers² × stages.
     ValueError for more stages than layers and for a bad cost.
-    Source: the linear partition problem (Skiena, The Algorithm Design Manual, section 10.7).
+    Source: ordered partition (Skiena, The Algorithm Design Manual, third edition, section 10.7).
     """
     exact = [_exact(layer, cost) for layer, cost in enumerate(costs)]
     layers = len(exact)

@@ -77,7 +77,7 @@ def timeline(t: Timeline, title: str | None = None) -> Figure:
     """Who does what when: a row a rank, the micro-batch in each cell, idle time hatched."""
     figure = _picture(_height(t) + 1.9)
     axes = figure.add_subplot()
-    _draw(axes, t, _factor(t), _height(t))
+    _draw(axes, t, _factor(t), float(t.makespan) * _factor(t), _height(t))
     axes.set_title(f"{title or headline(t.schedule)}\n", fontsize=TITLE, loc="left")
     axes.text(0, 1.02, _bubble(t), fontsize=LABEL, transform=axes.transAxes, va="bottom")
     axes.set_xlabel(_time_label(t), fontsize=LABEL)
@@ -105,13 +105,12 @@ def compare(predicted: Timeline, measured: Timeline) -> Figure:
     height = min(_height(predicted), max(3.2, 0.3 * predicted.schedule.ranks))
     figure = _picture(2 * height + 2.3)
     panels = figure.subplots(2, 1, sharex=True)
+    end = max(float(t.makespan) * factor for t, factor in zip(both, factors, strict=True))
     bounds = []
     for axes, t, factor, note in zip(panels, both, factors, notes, strict=True):
-        _draw(axes, t, factor, height)
+        _draw(axes, t, factor, end, height)
         bounds += _bound(axes, t, factor)
         axes.set_title(_bubble(t) + note, fontsize=LABEL, loc="left")
-    end = max(float(t.makespan) * factor for t, factor in zip(both, factors, strict=True))
-    panels[0].set_xlim(0, 1.005 * end)
     unit = seconds[0] if seconds else measured
     panels[1].set_xlabel(_time_label(unit), fontsize=LABEL)
     figure.suptitle(headline(predicted.schedule), fontsize=TITLE, x=0.01, ha="left")
@@ -124,9 +123,8 @@ def _height(t: Timeline) -> float:
     return min(0.68 * t.schedule.ranks + 0.3, max(5.6, 0.35 * t.schedule.ranks))
 
 
-def _draw(axes, t: Timeline, factor: float, height: float) -> None:
-    """Cells, hatched idle time and numbers of one timeline; height: inches of its rows."""
-    end = float(t.makespan) * factor
+def _draw(axes, t: Timeline, factor: float, end: float, height: float) -> None:
+    """Cells, hatched idle time and numbers of one timeline; end: of the axis, height: inches."""
     chunk = [{s: i for i, s in enumerate(t.schedule.stages_of(r))}
              for r in range(t.schedule.ranks)]  # fmt: skip
     boxes, colours, numbers, moments = [], [], [], []
@@ -202,7 +200,7 @@ def _write_numbers(axes, numbers: Sequence[tuple], across: float, row: float) ->
     for (kind, deep), wide in widths.items():
         typical = sorted(wide)[len(wide) // 2] - 1
         flat = min(typical / (_DIGIT * digits), 0.7 * deep * row)
-        turned = min(typical / 0.76, deep * row / (_DIGIT * digits + 0.3)) if digits > 1 else 0
+        turned = min(typical / 0.8, deep * row / (_DIGIT * digits + 0.3)) if digits > 1 else 0
         style[kind, deep] = (min(flat, 15), 0) if flat >= 9 else (min(max(flat, turned), 12),
                             90 * (turned > flat))  # fmt: skip
     for microbatch, kind, start, stop, top, deep, colour in numbers:

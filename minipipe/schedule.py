@@ -4,41 +4,38 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from fractions import Fraction
 from functools import cached_property
 from operator import itemgetter
 
-from minipipe.actions import KINDS, LARGEST, Action, ScheduleError
+from minipipe.actions import KINDS, Action, ScheduleError
 
 # Rows can be long: what follows from them is read with these, without a loop in Python.
 _STAGE, _KIND, _MICROBATCH, _OVERLAPPED = map(itemgetter, range(4))
-_KIND_AND_STAGE = itemgetter(1, 0)
+KIND_AND_STAGE = itemgetter(1, 0)
+_UNORDERED = (str, bytes, Mapping, Set)  # what is no list of actions
 _CELL = re.compile(r"\([^)]*\)\w*|[^\s,]+")
 
 
 def _row(number: int, cells) -> tuple[Action, ...]:
     """One row of actions from actions or their text; names the place of what is neither."""
-    if isinstance(cells, str) or not isinstance(cells, Iterable):
+    if isinstance(cells, _UNORDERED) or not isinstance(cells, Iterable):
         raise ScheduleError(f"row {number} must be a list of actions, not {cells!r:.40}")
-    row: list[Action] = []
-    for cell in cells:
+    row = tuple(cells)
+    if {*map(type, row)} <= {Action}:
+        numbers = [*map(_STAGE, row), *map(_MICROBATCH, row)]
+        if ({*map(type, numbers)} <= {int} and min(numbers, default=0) >= 0
+                and {*map(type, map(_KIND, row))} <= {str} and {*map(_KIND, row)} <= KINDS.keys()
+                and not any(map(_OVERLAPPED, row))):  # fmt: skip
+            return row
+    actions: list[Action] = []
+    for cell in row:
         try:
-            row.append(cell if isinstance(cell, Action) else Action.parse(cell))
+            actions.append(Action.parse(str(cell) if isinstance(cell, Action) else cell))
         except ScheduleError as error:
-            raise ScheduleError(f"row {number}, place {len(row)}: {error}") from None
-    numbers = [*map(_STAGE, row), *map(_MICROBATCH, row)]
-    if ({*map(type, numbers)} <= {int} and min(numbers, default=0) >= 0
-            and max(numbers, default=0) <= LARGEST and {*map(type, map(_KIND, row))} <= {str}
-            and KINDS.keys() >= {*map(_KIND, row)} and not any(map(_OVERLAPPED, row))):  # fmt: skip
-        return tuple(row)
-    for place, action in enumerate(row):  # something is unusual: a pair, or a mistake
-        try:
-            if Action.parse(str(action)) != action or {*map(type, action[::2])} != {int}:
-                raise ScheduleError(f"{tuple(action)} is not an action, such as (3, 'F', 5)")
-        except ScheduleError as error:
-            raise ScheduleError(f"row {number}, place {place}: {error}") from None
-    return tuple(row)
+            raise ScheduleError(f"row {number}, place {len(actions)}: {error}") from None
+    return tuple(actions)
 
 
 class Schedule:
@@ -49,7 +46,7 @@ class Schedule:
     """
 
     def __init__(self, rows: Iterable[Iterable[Action | str]], name: str = ""):
-        if isinstance(rows, str) or not isinstance(rows, Iterable):
+        if isinstance(rows, _UNORDERED) or not isinstance(rows, Iterable):
             raise ScheduleError("rows must be lists of actions; Schedule.parse reads text")
         self.rows: tuple[tuple[Action, ...], ...] = tuple(
             _row(number, row) for number, row in enumerate(rows)
@@ -131,7 +128,7 @@ class Schedule:
     @cached_property
     def counts(self) -> tuple[Counter[tuple[str, int]], ...]:
         """For every rank how many actions of each kind and stage its row has."""
-        return tuple(Counter(map(_KIND_AND_STAGE, row)) for row in self.parts)
+        return tuple(Counter(map(KIND_AND_STAGE, row)) for row in self.parts)
 
     @cached_property
     def _kinds(self) -> frozenset[str]:

@@ -105,6 +105,8 @@ class Timeline:
 
     def spans_of(self, rank: int) -> tuple[Span, ...]:
         """The actions of one rank, in its order."""
+        if not 0 <= rank < self.schedule.ranks:
+            raise IndexError(f"rank {rank}: the ranks are 0 to {self.schedule.ranks - 1}")
         return self.spans[self._first[rank] : self._first[rank + 1]]
 
     @cached_property

@@ -145,7 +145,9 @@ def _clause(t: Timeline, span: Span, receives: tuple[Message, ...], waited) -> s
     """`rank 3, which has waited 4.1 ms, receives … and starts …`."""
     who = f"rank {span.rank}"
     if waited:
-        who += f", which has waited {_long(t, waited)},"
+        # Who waits for no message had no core, or was busy with something that is no action.
+        verb = "has waited" if receives else "did nothing for"
+        who += f", which {verb} {_long(t, waited)},"
     got = " and ".join(f"{message} from rank {message.source}" for message in receives)
     what = f"starts {span.action} ({in_words(span.action)})"
     return f"{who} receives {got} and {what}" if got else f"{who} {what}"

@@ -9,6 +9,7 @@ import faulthandler
 import gc
 import io
 import linecache
+import multiprocessing
 import os
 import pickle
 import queue
@@ -26,7 +27,7 @@ from types import SimpleNamespace
 import cloudpickle
 import psutil
 
-current_rank: int | None = None  # of this process; `launch` can't be called inside a rank
+task: SimpleNamespace | None = None  # what this process is a rank for
 _sending = threading.Lock()
 
 # Errors that say no more than that another rank is gone.
@@ -43,6 +44,7 @@ def be_rank(link: Connection, output: Connection | None) -> None:
     """
     import torch.distributed  # noqa: F401  the clock of a time limit starts after this
 
+    multiprocessing.set_start_method(None, force=True)  # the system's own, for data loaders
     gc.freeze()  # else a collection would copy the pages of all that the fork server has imported
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
     if hasattr(os, "setpgid"):
@@ -54,13 +56,12 @@ def be_rank(link: Connection, output: Connection | None) -> None:
         output.close()
         binary = io.FileIO(1, "w", closefd=False)
         sys.stdout = io.TextIOWrapper(binary, "utf-8", "backslashreplace", line_buffering=True)
-        faulthandler.enable()  # a crash prints where it happened
     sys.stderr = sys.stdout
     tasks: queue.Queue = queue.Queue()
     threading.Thread(target=_listen, args=(link, tasks), daemon=True).start()
     link.send(None)  # ready
     while True:
-        _run(tasks.get(), link)
+        _run(*tasks.get(), link)
 
 
 class _Sender(io.TextIOBase):
@@ -81,12 +82,12 @@ def _listen(link: Connection, tasks: queue.Queue) -> None:
     """Pass tasks on, tell where the main thread stands if asked (None), vanish with the parent."""
     with contextlib.suppress(EOFError, OSError):
         while True:
-            if task := link.recv():
-                names = task.names
-                tasks.put(task)
+            if message := link.recv():
+                tasks.put(message)
             else:
-                stack = sys._current_frames()[threading.main_thread().ident]
-                _send(link, "stack", place(traceback.extract_stack(stack), names))
+                frame = sys._current_frames()[threading.main_thread().ident]
+                stack = traceback.extract_stack(frame)
+                _send(link, "stack", place(stack, task.names) if task else "")
     kill_tree(os.getpid())
 
 
@@ -99,12 +100,18 @@ def kill_tree(pid: int) -> None:
                 found.kill()
 
 
-def _run(task: SimpleNamespace, link: Connection) -> None:
+def _run(directory: str, rank: int, link: Connection) -> None:
     """Do one task, and send the result or the failure; then stay, so that no peer fails by us."""
+    global task
+    with open(os.path.join(directory, "task"), "rb") as file:
+        task = pickle.load(file)
+    task.rank = rank
+    crash = open(os.path.join(directory, f"crash{rank}"), "wb", 0)  # noqa: SIM115  kept open
+    faulthandler.enable(crash)  # tells the parent where this rank was killed by a signal
     try:
-        _settle(task)
+        _settle()
         function, args = pickle.loads(task.call)
-        join_group(task.backend, task.timeout, task.ranks, task.directory)
+        join_group(task.backend, task.timeout, task.ranks, directory)
         result = function(task.rank, *args)
         try:
             pickled = dumps(result)
@@ -117,13 +124,11 @@ def _run(task: SimpleNamespace, link: Connection) -> None:
         _send(link, "code", 0)
     except BaseException as error:
         _flush()
-        _send(link, "failure", describe(error, task.names))
+        _send(link, "failure", describe(error))
 
 
-def _settle(task: SimpleNamespace) -> None:
+def _settle() -> None:
     """Take over the parent's surroundings, and what is a rank's own."""
-    global current_rank
-    current_rank = task.rank
     own = {"RANK": task.rank, "LOCAL_RANK": task.rank, "WORLD_SIZE": task.ranks}
     own |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": task.threads}
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
@@ -176,7 +181,7 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
-def describe(error: BaseException, names: dict[str, str]) -> dict:
+def describe(error: BaseException) -> dict:
     """What the parent needs to know about an exception."""
     failure = {"time": time.monotonic(), "secondary": False, "original": None}
     link: BaseException | None = error
@@ -186,8 +191,9 @@ def describe(error: BaseException, names: dict[str, str]) -> dict:
         link = link.__cause__ or link.__context__
     with contextlib.suppress(Exception):
         failure["original"] = dumps(error)
-    failure["cause"] = "".join(traceback.format_exception_only(error)).strip()
-    failure["place"] = place(traceback.extract_tb(error.__traceback__), names)
+    lines = traceback.format_exception_only(error)
+    failure["cause"] = "".join(lines[-1:] if isinstance(error, SyntaxError) else lines).strip()
+    failure["place"] = place(traceback.extract_tb(error.__traceback__), task.names)
     return failure
 
 

@@ -37,6 +37,7 @@ class Work:
     forms: dict[tuple[int, int], Payload]
     announce: bool
     keep_graph: bool = True
+    pieces: list[tuple] = field(default_factory=list)  # micro-batches of inputs and targets
     results: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def form(self, message: Message) -> Payload:
@@ -63,11 +64,10 @@ class Interpreter:
     Results are found by stage and micro-batch, never by the order in which they come.
     """
 
-    def __init__(self, program: Program, rank: int, stages: dict[int, Stage], links: Links,
-                 meter: Meter | None):  # fmt: skip
+    def __init__(self, program: Program, rank: int, stages: dict[int, Stage], links: Links):
         self.schedule = program.schedule
         self.steps = program.steps(rank)
-        self.stages, self.links, self.meter = stages, links, meter
+        self.stages, self.links = stages, links
         self.last = self.schedule.stages - 1
         self._values: dict[tuple[str, int, int], tuple] = {}
         sent = {m[:3] for step in self.steps for m in step.sends}
@@ -77,9 +77,11 @@ class Interpreter:
         self._next = 0
         self._dropped = {(p.stage, p.microbatch) for p in parts if p.kind == "R"}
 
-    def run(self, work: Work, clock: Clock) -> Record:
+    def run(self, work: Work, clock: Clock, meter: Meter | None = None) -> Record:
         """Do all actions of one step."""
-        record, links, values, meter = Record(), self.links, self._values, self.meter
+        record, links, values = Record(), self.links, self._values
+        for stage in self.stages.values():
+            stage.meter = meter
         form = work.form
         self._next = 0
         self._post(work, -1)

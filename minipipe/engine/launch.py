@@ -8,6 +8,7 @@ import linecache
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Pipe, wait
+from traceback import FrameSummary
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,11 +29,20 @@ LONGEST_LINE = 1 << 20  # bytes; output without newlines is cut there, not colle
 _lock = threading.Lock()
 _idle: list[SimpleNamespace] = []  # spawned ranks that wait for the next launch
 
-if "forkserver" in multiprocessing.get_all_start_methods():
-    # The first optimizer of a process imports torch._dynamo, in 1.3 s. All this is asked for at
-    # import: a fork server that something else has started before would stay without torch.
-    _modules = ["torch", "torch.distributed", "torch._dynamo", "numpy", child.__name__]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_modules)
+
+def _set_up_fork_server() -> None:
+    # The first optimizer of a process imports torch._dynamo, in 1.3 s.
+    modules = ["torch", "torch.distributed", "torch._dynamo", "numpy", child.__name__]
+    multiprocessing.forkserver._forkserver.__init__()  # that of a forked process is its parent's
+    multiprocessing.forkserver.set_forkserver_preload(modules)
+
+
+if hasattr(os, "fork"):
+    import multiprocessing.forkserver
+
+    # At import: a fork server that something else has started before would stay without torch.
+    _set_up_fork_server()
+    os.register_at_fork(after_in_child=_set_up_fork_server)
 
 
 class RankError(RuntimeError):
@@ -73,9 +84,9 @@ def launch(
     Raises RankError, RankTimeout; ValueError or TypeError for an argument; no process stays behind.
     """
     _check(fn, ranks, timeout, output, threads, backend, cwd)
-    if child.current_rank is not None:
+    if child.task:
         raise RuntimeError(
-            f"launch was called inside rank {child.current_rank}, and a rank can't start ranks. "
+            f"launch was called inside rank {child.task.rank}, and a rank can't start ranks. "
             'If that was during an import, put the call under `if __name__ == "__main__":`.'
         )
     if {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
@@ -91,13 +102,14 @@ def launch(
     names = {k: shell.compile.format_code_name(k) for k in task.sources} if shell else {}
     task.names = {file: " ".join(name) for file, name in names.items() if name}  # Cell In[3]
     with tempfile.TemporaryDirectory(prefix="minipipe-", ignore_cleanup_errors=True) as directory:
-        task.directory = directory
-        return _Watch(task, output).run()
+        with open(os.path.join(directory, "task"), "wb") as file:
+            pickle.dump(task, file)
+        return _Watch(task, directory, output).run()
 
 
 def warm() -> None:
     """Start to import torch in the background, so that the first launch needn't wait for it."""
-    if not _must_spawn() and child.current_rank is None:
+    if not _must_spawn() and not child.task:
         multiprocessing.forkserver.ensure_running()
 
 
@@ -113,13 +125,15 @@ def _check(fn, ranks, timeout, output, threads, backend, cwd) -> None:
     for name, value, right_type, is_right, legal in [
         ("fn", fn, callable(fn), None, "a function fn(rank, *args)"),
         ("ranks", ranks, is_number(ranks, "__index__"), lambda: ranks >= 1, count),
-        ("timeout", timeout, is_number(timeout, "__float__"), lambda: timeout > 0, "above 0 seconds"),
+        ("timeout", timeout, is_number(timeout, "__float__"), lambda: timeout > 0,
+         "above 0 seconds"),
         ("output", output, output in (None, True, False) or callable(output), None,
          "None, False or a function (rank, line)"),
         ("threads", threads, threads is None or is_number(threads, "__index__"),
          lambda: threads is None or threads >= 1, f"None or {count}"),
         ("backend", backend, isinstance(backend, str), None, '"auto" or a name such as "gloo"'),
-        ("cwd", cwd, isinstance(cwd, (str, os.PathLike)), lambda: os.path.isdir(cwd), "a directory"),
+        ("cwd", cwd, isinstance(cwd, (str, os.PathLike)), lambda: os.path.isdir(cwd),
+         "a directory"),
     ]:  # fmt: skip
         if not right_type or (is_right and not is_right()):
             error = ValueError if right_type else TypeError
@@ -207,8 +221,9 @@ atexit.register(_end_ranks, _idle)  # multiprocessing would wait for them
 class _Watch:
     """One launch, in the thread that called it: reads all that the ranks say, then judges."""
 
-    def __init__(self, task, output):
-        self.task, self.ranks, self.sources = task, _start_ranks(task.ranks), {}
+    def __init__(self, task, directory: str, output):
+        self.task, self.directory = task, directory
+        self.ranks, self.sources = _start_ranks(task.ranks), {}
         self.write = output if callable(output) else (lambda *_: 0) if output is False else _print
         for number, rank in enumerate(self.ranks):
             rank.number, rank.text, rank.stack = number, b"", None
@@ -222,7 +237,7 @@ class _Watch:
         try:
             for rank in self.ranks:
                 with contextlib.suppress(OSError):  # a rank that is dead already is seen below
-                    rank.link.send(SimpleNamespace(**vars(self.task), rank=rank.number))
+                    rank.link.send((self.directory, rank.number))
             end = time.monotonic() + self.task.timeout
             failures = []
             while any(rank.code is None for rank in self.ranks) and time.monotonic() < end:
@@ -268,6 +283,10 @@ class _Watch:
 
     def take_death(self, rank) -> None:
         death = {"time": time.monotonic(), "secondary": False, "original": None, "place": ""}
+        with contextlib.suppress(OSError), open(f"{self.directory}/crash{rank.number}") as file:
+            found = re.findall(r'File "(.*)", line (\d+) in (.*)', file.read())
+            stack = [FrameSummary(name, int(line), where) for name, line, where in reversed(found)]
+            death["place"] = child.place(stack, self.task.names)
         while rank.link in self.sources and rank.link.poll():
             self.read_from(rank.link, rank)  # what it said before
         code = rank.code = rank.process.exitcode
@@ -289,11 +308,13 @@ class _Watch:
     def error(self, timed_out: bool) -> RankError:
         where, failed = {}, [rank for rank in self.ranks if rank.failure]
         for rank in self.ranks:
-            text = rank.stack or ("starting" if rank.stack == "" else "no answer: stopped or stuck")
-            if rank.failure:
-                text = rank.failure["place"] or rank.failure["cause"]
-            elif rank.result is not None:
+            text = rank.stack or "no answer: stopped, or busy outside Python"
+            if rank.result is not None:
                 text = "had returned"
+            elif rank.failure:
+                text = rank.failure["place"] or rank.failure["cause"]
+            elif rank.stack == "":
+                text = "outside fn"
             where[rank.number] = ": ".join(line.strip() for line in text.splitlines()[:2])
         lines = [f"  rank {number}: {text}" for number, text in where.items()]
         if timed_out:
@@ -302,9 +323,9 @@ class _Watch:
         first = min(failed, key=lambda rank: (rank.failure["secondary"], rank.failure["time"]))
         del lines[first.number]
         lines = ["the other ranks:", *lines] if lines else []
-        cause, place, original = (first.failure[key] for key in ("cause", "place", "original"))
+        cause, place, original = first.failure["cause"], first.failure["place"], None
         with contextlib.suppress(Exception):
-            original = pickle.loads(original)
+            original = pickle.loads(first.failure["original"])
         text = "\n".join([f"rank {first.number}: {cause}", *place.splitlines(), *lines])
         return RankError(text, first.number, cause, where, original)
 

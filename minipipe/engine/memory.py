@@ -37,7 +37,8 @@ class Meter:
 
     def batch(self, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors are the user's batch, of which stages see a micro-batch at a time."""
-        self._batch = {t.untyped_storage().data_ptr() for t in tensors}
+        self._batch = {t.untyped_storage().data_ptr() for t in tensors
+                       if isinstance(t, torch.Tensor)}  # fmt: skip
 
     def watch(self) -> saved_tensors_hooks:
         """Count what autograd saves within this context."""

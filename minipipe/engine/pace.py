@@ -8,6 +8,10 @@ ended, unless it had to wait for a message.
 from __future__ import annotations
 
 import time
+from statistics import median
+
+import torch
+import torch.distributed as dist
 
 from minipipe.actions import Action
 from minipipe.costs import Costs, action_time
@@ -80,3 +84,33 @@ class Pace(Clock):
             time.sleep(left - OVERSHOOT)
         self._planned = deadline
         return deadline
+
+
+def measure_latency(slot: float = 0.02, repeats: int = 15, size: int = 4096) -> float:
+    """Seconds from the planned end of a paced action on one rank until its message of `size`
+    bytes is there on the next rank, where all ranks send at once; the median of all ranks.
+
+    Measured on its own, before a paced step, so that a prediction can take it into account. Every
+    rank has to call it; one rank alone has no latency.
+    """
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    if ranks == 1:
+        return 0.0
+    group, seen = dist.group.WORLD, []
+    start = torch.tensor([time.perf_counter() + slot], dtype=torch.float64)
+    dist.broadcast(start, 0)
+    for repeat in range(repeats):
+        arriving, leaving = torch.empty(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        receive = group.recv([arriving], (rank - 1) % ranks, 0)
+        deadline = float(start) + repeat * slot
+        left = deadline - time.perf_counter()
+        if left > OVERSHOOT:
+            time.sleep(left - OVERSHOOT)
+        send = group.send([leaving], (rank + 1) % ranks, 0)
+        receive.wait()
+        seen.append(time.perf_counter() - deadline)
+        send.wait()
+    own = torch.tensor([median(seen)], dtype=torch.float64)
+    everyone = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(everyone, own)
+    return max(0.0, median(float(value) for value in everyone))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from minipipe.lower import lower
 from minipipe.partition import cut
 from minipipe.schedule import Schedule
 from minipipe.timeline import Timeline, Waiting
+
+# Layers that have been part of a Pipeline.
+_seen: weakref.WeakSet = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,8 @@ class Pipeline:
     reduction="sum" a sum. optimizer: a function from parameters to an optimizer, whose step each
     rank then takes at its own end of every `step`; without it the caller steps.
     device: where the stages live; by default a GPU where there is one, else the CPU.
-    memory_meter: count the bytes that autograd keeps. pace: emulate devices (see `Pace`).
+    memory_meter: count the bytes that autograd keeps, at 1 to 8 % of a step's time. pace: emulate
+    devices (see `Pace`). Both are attributes too, and may change between steps.
 
     Raises ValueError for arguments that don't fit, on every rank.
     """
@@ -106,8 +111,9 @@ class Pipeline:
         _agree_on_model(schedule, parts)
         self._modules = [m for part in self._parts.values() for m in part.modules()]
         tensors = [t for p in self._parts.values() for t in (*p.parameters(), *p.buffers())]
-        self.meter = Meter(tensors) if memory_meter else None
-        self._stages = {s: Stage(part, s, self.meter) for s, part in self._parts.items()}
+        self._meter = Meter(tensors)
+        self.memory_meter = memory_meter
+        self._stages = {s: Stage(part, s) for s, part in self._parts.items()}
         self.pace = pace
         self.optimizer = None
         parameters = list(self.parameters())
@@ -203,10 +209,10 @@ class Pipeline:
         shares = [count / rows if mean else 1.0 for count in counts]
         work = self._work(inputs, targets, counts, forms, announce)
         work.weights = [share * loss_scale for share in shares]
-        if self.meter is not None:
-            self.meter.batch(t for batch in (inputs, targets) for t in batch or ()
-                             if isinstance(t, torch.Tensor))  # fmt: skip
-        record, links = self._run(self.schedule, work, pace or self.pace)
+        meter = self._meter if self.memory_meter else None
+        if meter is not None:
+            meter.batch(t for pieces in work.pieces for t in pieces)
+        record, links = self._run(self.schedule, work, pace or self.pace, meter)
         if self.optimizer is not None:
             self.optimizer.step()
         loss = sum(shares[m] * float(value) for m, value in work.results.items())
@@ -226,7 +232,7 @@ class Pipeline:
             counts = row_counts(rows, schedule.microbatches)
             work = self._work(inputs, None, counts, forms, announce)
             work.keep_graph = False
-            self._run(schedule, work, None)
+            self._run(schedule, work)
         return self._outputs(work, targets, counts)
 
     def _outputs(self, work: Work, targets, counts: list[int]) -> Evaluation:
@@ -254,8 +260,10 @@ class Pipeline:
         if self._first:
             work.single = len(inputs) == 1
             work.inputs = _split(inputs, counts, self.device)
+            work.pieces += work.inputs
         if self._last and targets is not None:
             pieces = _split(targets, counts, self.device)
+            work.pieces += pieces
             work.finish = [lambda outputs, piece=piece: self._loss(outputs, _whole(piece))
                            for piece in pieces]  # fmt: skip
         return work
@@ -272,12 +280,12 @@ class Pipeline:
         if schedule not in self._runners:
             program = lower(schedule)
             links = Links(program, self.rank, self.device, self._store)
-            meter = None if schedule.forward_only else self.meter
-            interpreter = Interpreter(program, self.rank, self._stages, links, meter)
+            interpreter = Interpreter(program, self.rank, self._stages, links)
             self._runners[schedule] = interpreter, links
         return self._runners[schedule]
 
-    def _run(self, schedule: Schedule, work: Work, pace: Pace | None) -> tuple[Record, Links]:
+    def _run(self, schedule: Schedule, work: Work, pace: Pace | None = None,
+             meter: Meter | None = None) -> tuple[Record, Links]:  # fmt: skip
         interpreter, links = self._runner(schedule)
         links.begin()
         clock = pace or Clock()
@@ -285,7 +293,7 @@ class Pipeline:
             pace.attach(schedule)
             links.delay = pace.delay if pace.delays else None
         try:
-            return interpreter.run(work, clock), links
+            return interpreter.run(work, clock, meter), links
         except BaseException as error:
             interpreter.clear()
             self._broken = f"rank {self.rank} failed: {type(error).__name__}: {error}"
@@ -350,7 +358,8 @@ class Pipeline:
         """Exchange what the ranks measured: one collective operation a step."""
         longest = max(len(row) for row in self.schedule.rows)
         columns = [record.starts, record.ends]
-        if self.meter is not None:
+        metered = bool(record.during)
+        if metered:
             columns += [record.during, record.after]
         padded = [column + [0] * (longest - len(column)) for column in columns]
         own = [loss, sent, record.transfer, *(value for column in padded for value in column)]
@@ -358,7 +367,7 @@ class Pipeline:
         origin = "measured" if pace is None else "emulated"
 
         def timeline() -> Timeline:
-            return _timeline(self.schedule, everyone, longest, self.meter is not None, origin)
+            return _timeline(self.schedule, everyone, longest, metered, origin)
 
         return StepResult(
             loss=float(everyone[:, 0].sum()), bytes_sent=sent,
@@ -412,6 +421,9 @@ def _agree_on_model(schedule: Schedule, parts: list[nn.Sequential]) -> None:
     """Refuse ranks with different schedules or models; warn where only the weights differ."""
     names = [(n, tuple(p.shape)) for part in parts for n, p in part.named_parameters()]
     weights = [float(p.detach().double().sum()) for part in parts for p in part.parameters()]
+    layers = [layer for part in parts for layer in part]
+    trained = any(layer in _seen for layer in layers)  # then ranks differ in what they trained
+    _seen.update(layers)
     digest = hashlib.sha256(f"{schedule}{names}".encode()).hexdigest()
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (digest, weights))
@@ -419,7 +431,7 @@ def _agree_on_model(schedule: Schedule, parts: list[nn.Sequential]) -> None:
         if other != everyone[0][0]:
             raise ValueError(f"rank {rank} has another schedule, model or cut than rank 0: every "
                              "rank passes the same")  # fmt: skip
-        same = all(math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-5) or a != a
+        same = trained or all(math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-5) or a != a
                    for a, b in zip(everyone[0][1], other_weights, strict=True))  # fmt: skip
         if not same and dist.get_rank() == rank:
             warnings.warn(f"rank {rank}'s model has other weights than rank 0's: seed it alike on "

@@ -1,7 +1,7 @@
 """A small vision transformer of equal blocks.
 
 Source: Dosovitskiy and others, An Image Is Worth 16x16 Words, ICLR 2021, section 3.1; pre-norm
-blocks. Unlike there, no class token: the head reads all tokens, which trains faster on few images.
+blocks. Unlike there, no class token: the head reads all tokens, which learns in fewer steps.
 """
 
 from collections import OrderedDict

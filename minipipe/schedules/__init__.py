@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable
 
 from minipipe.actions import ScheduleError
@@ -23,7 +24,7 @@ SCHEDULES: dict[str, Callable] = {
     "inference": inference,
 }
 
-_MOST_ACTIONS = 20_000_000
+_MOST = 10_000_000  # stages times micro-batches
 
 
 def build(name: str, *, ranks: int, microbatches: int, **arguments) -> Schedule:
@@ -52,13 +53,13 @@ def build(name: str, *, ranks: int, microbatches: int, **arguments) -> Schedule:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ScheduleError(f"{argument}={value!r} must be a whole number, at least 1")
-    stages = ranks * given.get("chunks", 2)
-    if stages * microbatches > _MOST_ACTIONS:
-        argument, rest = ("microbatches", stages) if stages < _MOST_ACTIONS else (
-            "ranks", stages // ranks * microbatches)  # fmt: skip
+    sizes = {name: given.get(name, 1) for name in ("ranks", "microbatches", "chunks")}
+    largest = max(sizes, key=sizes.get)
+    rest = math.prod(sizes.values()) // sizes[largest]
+    if sizes[largest] * rest > _MOST:
         raise ScheduleError(
-            f"{argument}={given[argument]} makes too many actions to handle; the nearest legal "
-            f"value is {_MOST_ACTIONS // rest}"
+            f"{largest}={sizes[largest]} makes too many actions to handle; the nearest legal value "
+            f"is {max(1, _MOST // rest)}"
         )
     label = name + "+recompute" if arguments.get("recompute") else name
     return Schedule(make(**given), label)

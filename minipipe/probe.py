@@ -1,0 +1,86 @@
+"""One micro-batch through all stages in one process: what each stage keeps, sends and takes."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from minipipe.costs import Costs
+from minipipe.engine.memory import Meter
+from minipipe.engine.stage import Stage, as_values
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Measured for each stage and one micro-batch.
+
+    input_size: bytes of the stage's input. forward_size: bytes that autograd keeps from F to B.
+    message_size: bytes of the output. forward, backward: seconds of F and B, the least seen.
+    """
+
+    input_size: list[int]
+    forward_size: list[int]
+    message_size: list[int]
+    forward: list[float]
+    backward: list[float]
+
+    def costs(self, costs: Costs | None = None) -> Costs:
+        """Costs with the measured sizes, so that a simulation predicts bytes."""
+        return replace(costs or Costs(), input_size=self.input_size,
+                       forward_size=self.forward_size, message_size=self.message_size)  # fmt: skip
+
+
+def probe(parts: list[nn.Sequential], inputs, targets, loss_fn: Callable,
+          repeats: int = 5) -> Probe:  # fmt: skip
+    """Run copies of all stages on one micro-batch; the model and the random numbers stay as they
+    are. parts: what `partition.cut` gives. inputs, targets: one micro-batch [rows, …]."""
+    columns: list[list] = [[] for _ in range(5)]
+    with torch.random.fork_rng():
+        values, single = as_values(inputs)
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            finish = (lambda outputs: loss_fn(outputs, targets)) if last else None
+            part = copy.deepcopy(part)
+            meter = Meter([*part.parameters(), *part.buffers()])
+            stage = Stage(part, number, meter)
+            meter.batch([*as_values(inputs)[0], *as_values(targets)[0]])
+            row, values, single = _one_stage(stage, values, single, finish, repeats)
+            for column, value in zip(columns, row, strict=True):
+                column.append(value)
+    return Probe(*columns)
+
+
+def _one_stage(stage: Stage, values: tuple, single: bool, finish, repeats: int):
+    """The figures of one stage, and what it hands to the next one."""
+    needs = tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+    times: list[list[float]] = [[], []]
+    kept = 0
+    for _ in range(repeats):
+        fresh = tuple(v.detach().clone() if needed else v for v, needed in
+                      zip(values, needs, strict=True))  # fmt: skip
+        start = time.perf_counter()
+        outputs = stage.forward(0, fresh, single, needs, finish)
+        middle = time.perf_counter()
+        kept = stage.meter.level
+        given, alone = as_values(outputs)
+        gradients = [torch.ones_like(v) for v in given
+                     if isinstance(v, torch.Tensor) and v.requires_grad]  # fmt: skip
+        again = time.perf_counter()
+        stage.backward(0, gradients)
+        times[0].append(middle - start)
+        times[1].append(time.perf_counter() - again)
+    handed = tuple(
+        v.detach().contiguous().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor)
+        else v for v in given
+    )  # fmt: skip
+    row = (_bytes(values), kept, _bytes(given), min(times[0]), min(times[1]))
+    return row, handed, alone
+
+
+def _bytes(values: tuple) -> int:
+    return sum(v.nbytes for v in values if isinstance(v, torch.Tensor))

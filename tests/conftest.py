@@ -1,0 +1,35 @@
+"""What all tests share: ranks that start at once, and none that stay."""
+
+import contextlib
+import multiprocessing
+
+import pytest
+from hypothesis import settings
+
+from minipipe.engine import launch
+
+settings.register_profile("minipipe", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("minipipe")
+
+
+def pytest_collection_modifyitems(items):
+    """Start the fork server while the first tests run, with all that a rank of a test imports."""
+    if not any("engine" in item.path.parts for item in items):
+        return
+    with contextlib.suppress(ValueError):  # no fork server on this system
+        multiprocessing.get_context("forkserver").set_forkserver_preload([
+            "torch", "torch.distributed", "torch._dynamo", "numpy", "minipipe.engine.child",
+            "minipipe.engine.pipeline", "minipipe", "pytest", "hypothesis",
+        ])  # fmt: skip
+    launch.warm()
+
+
+@pytest.fixture
+def failures(tmp_path):
+    """A function like `launch` that returns what each rank raised, or None where it returned."""
+    from ranks import failures
+
+    def run(fn, *args, ranks):
+        return failures(fn, *args, ranks=ranks, directory=str(tmp_path))
+
+    return run
