@@ -25,6 +25,15 @@ class Case:
     ratio: float
     peer: str
 
+    def as_dict(self) -> dict:
+        """For JSON."""
+        return asdict(self)
+
+    def line(self) -> str:
+        """One line of text."""
+        return (f"{self.name:<18}{self.case:<34}{self.ours:>12.4g} {self.unit:<10}"
+                f"{self.peer} {self.theirs:.4g}: ratio {self.ratio:.3f}")  # fmt: skip
+
 
 def _case(name: str, case: str, ours: list[float], theirs: list[float], unit: str,
           peer: str) -> Case:  # fmt: skip
@@ -132,8 +141,3 @@ BENCHMARKS: dict[str, Callable[[], list[Case]]] = {
     "step-overhead": step_overhead,
     "real-step": real_step,
 }
-
-
-def run(names: list[str]) -> list[dict]:
-    """Run benchmarks by name; their cases as dicts."""
-    return [asdict(case) for name in names or BENCHMARKS for case in BENCHMARKS[name]()]

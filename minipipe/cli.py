@@ -370,3 +370,6 @@ def doctor(as_json: Json = False) -> None:
                    "\nAll that minipipe needs works here.")  # fmt: skip
     if failed:
         raise typer.Exit(1)
+
+
+from minipipe import cli_run  # noqa: E402, F401  (adds its commands to the app)

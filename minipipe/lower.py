@@ -158,7 +158,7 @@ def lower(schedule: Schedule) -> Program:
         if _legal(program):
             return program
     found = problems(schedule)
-    if found.found:
+    if found:
         raise found.error()
     return Program(schedule)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -125,7 +126,7 @@ def _launch(fn: Callable, name: str, progress: Callable, *arguments, ranks: int)
         if line.startswith(STEP):
             progress(name, int(line.removeprefix(STEP)))
         else:
-            print(f"[rank {rank}] {line}", flush=True)
+            print(f"[rank {rank}] {line}", file=sys.stderr, flush=True)
 
     progress(name, 0)
     return launch(fn, *arguments, ranks=ranks, timeout=LIMIT, output=tell)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 from minipipe.actions import Action
 from minipipe.bounds import lower_bound
@@ -37,59 +36,48 @@ def simulate(schedule: Schedule | Program, costs: Costs | None = None) -> Timeli
         way = ways[kind, stage, source, target] = costs.link(source, target, size)
         bytes_sent[source] += size * count
         transfers[source] += sum(way) * count
-    prices = _Prices.of(program, costs, ways)
-    starts, ends = _run(program, prices)
+    *prices, scale = _prices(program, costs, ways)
+    starts, ends = _run(program, *prices)
     if len(starts) < program.first[-1]:
         raise problems(schedule).error()
     return Timeline(
         schedule, starts, ends, partial(memory_levels, schedule, costs),
-        peaks=memory_peaks(schedule, costs), time_scale=prices.scale, bytes_sent=bytes_sent,
+        peaks=memory_peaks(schedule, costs), time_scale=scale, bytes_sent=bytes_sent,
         transfers=map(exact, transfers), messages=routes.total(),
         lower_bound=lower_bound(schedule, costs),
     )  # fmt: skip
 
 
-class _Prices(NamedTuple):
-    """Times by code: of actions, of pairs (by their forward), and of messages (latency, time on
-    the wire, link). All are multiplied by `scale`, so that exact ones are ints."""
+def _prices(program: Program, costs: Costs, ways: dict) -> tuple[list, dict, list, int]:
+    """Times by code, times a scale that makes exact ones ints: of the actions, of the pairs (by
+    their forward), of the messages (latency, time on the wire, link; empty without); the scale."""
+    count, time = program.schedule.microbatches, action_time(costs, program.schedule)
+    keys = list(program.code)
+    times = [time(Action(stage, kind, 0)) for kind, stage in keys]
+    both = {(code // count, other // count) for code, other in program.paired.items()}
+    pairs = {(one, other): time(Action(keys[one][1], "F", 0, Action(keys[other][1], "B", 0)))
+             for one, other in both}  # fmt: skip
+    scale = common_scale(chain(times, pairs.values(), *ways.values()))
 
-    times: list[Number]
-    pairs: dict[int, Number]
-    delays: list[tuple[Number, Number, tuple[int, int]] | None]
-    scale: int
+    def scaled(value: Number) -> Number:
+        return int(value * scale) if scale > 1 else value
 
-    @classmethod
-    def of(cls, program: Program, costs: Costs, ways) -> _Prices:
-        count, time = program.schedule.microbatches, action_time(costs, program.schedule)
-        keys = list(program.code)
-        times = [time(Action(stage, kind, 0)) for kind, stage in keys]
-        both = {(code // count, other // count) for code, other in program.paired.items()}
-        pairs = {(one, other): time(Action(keys[one][1], "F", 0, Action(keys[other][1], "B", 0)))
-                 for one, other in both}  # fmt: skip
-        scale = common_scale(chain(times, pairs.values(), *ways.values()))
-
-        def scaled(value: Number) -> Number:
-            return int(value * scale) if scale > 1 else value
-
-        delays: list = []
-        if any(map(any, ways.values())):
-            ways = {key: (*map(scaled, way), key[2:]) for key, way in ways.items()}
-            for kind, stage in keys:
-                target = stage + 1 if kind == "F" else stage - 1
-                if kind in "FBI" and 0 <= target < program.schedule.stages:
-                    name = "F" if kind == "F" else "B"
-                    links = zip(program.ranks(stage), program.ranks(target), strict=True)
-                    delays += [ways.get((name, stage, *link)) for link in links]
-                else:
-                    delays += [None] * count
-        return cls([t for value in times for t in [scaled(value)] * count],
-                   {code: scaled(pairs[code // count, other // count])
-                    for code, other in program.paired.items()}, delays, scale)  # fmt: skip
+    delays: list = []
+    ways = {key: (*map(scaled, way), key[2:]) for key, way in ways.items() if any(way)}
+    for kind, stage in keys if ways else ():
+        target = stage + 1 if kind == "F" else stage - 1
+        if kind in "FBI" and 0 <= target < program.schedule.stages:
+            links = zip(program.ranks(stage), program.ranks(target), strict=True)
+            delays += [ways.get(("F" if kind == "F" else "B", stage, *link)) for link in links]
+        else:
+            delays += [None] * count
+    pairs = {code: scaled(pairs[code // count, other // count])
+             for code, other in program.paired.items()}  # fmt: skip
+    return [t for value in times for t in [scaled(value)] * count], pairs, delays, scale
 
 
-def _run(program: Program, prices: _Prices) -> tuple[list[Number], list[Number]]:
+def _run(program: Program, times, pairs, delays) -> tuple[list[Number], list[Number]]:
     """Starts and ends of all actions in the order of the rows; fewer if some never start."""
-    times, pairs, delays, _ = prices
     paired, ranks = program.paired, range(program.schedule.ranks)
     needs = [need for key in program.code for need in program.needs(*key)]
     arrival: list = [None] * len(needs) + [0]  # by code; the last is what waits for nothing

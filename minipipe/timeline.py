@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import sub
 from typing import NamedTuple
 
@@ -24,8 +23,7 @@ class Span(NamedTuple):
     end: Number
 
 
-@dataclass(frozen=True)
-class Bubble:
+class Bubble(NamedTuple):
     """The four bubbles in use (they differ, so every table and figure names its own).
 
     idle_over_total: 1 - busy / (ranks x makespan), as in GPipe and Chimera.
@@ -41,8 +39,7 @@ class Bubble:
     time: Number
 
 
-@dataclass(frozen=True)
-class Waiting:
+class Waiting(NamedTuple):
     """A rank's idle time: before its first action, between its actions, and after its last."""
 
     fill: Number
@@ -87,9 +84,7 @@ class Timeline:
         self.transfers = tuple(transfers)
         self.lower_bound = lower_bound
         self._starts, self._ends, self._scale = starts, ends, time_scale
-        self._first = [0]
-        for row in schedule.rows:
-            self._first.append(self._first[-1] + len(row))
+        self._first = [0, *accumulate(map(len, schedule.rows))]
 
     def _time(self, stored: Number) -> Number:
         return stored if self._scale == 1 else exact(Fraction(stored, self._scale))
@@ -140,7 +135,7 @@ class Timeline:
         """The four bubbles, each under its own name."""
         total, ideal = self._makespan, max(self._busy)
         own = []
-        for begin, end, busy in zip(self._first, self._first[1:], self._busy, strict=False):
+        for (begin, end), busy in zip(pairwise(self._first), self._busy, strict=True):
             span = self._ends[end - 1] - self._starts[begin] if end > begin else 0
             own.append(ratio(span - busy, span))
         return Bubble(
@@ -155,11 +150,9 @@ class Timeline:
     def waiting(self) -> tuple[Waiting, ...]:
         """Each rank's idle time, split into fill, inside and drain."""
         result = []
-        for begin, end, busy in zip(self._first, self._first[1:], self._busy, strict=False):
-            if end == begin:
-                result.append(Waiting(self.makespan, 0, 0))
-                continue
-            start, stop = self._starts[begin], self._ends[end - 1]
+        for (begin, end), busy in zip(pairwise(self._first), self._busy, strict=True):
+            start = self._starts[begin] if end > begin else self._makespan
+            stop = self._ends[end - 1] if end > begin else self._makespan
             parts = (start, stop - start - busy, self._makespan - stop)
             result.append(Waiting(*map(self._time, parts)))
         return tuple(result)

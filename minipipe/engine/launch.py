@@ -34,6 +34,7 @@ def _set_up_fork_server() -> None:
     # The first optimizer of a process imports torch._dynamo, in 1.3 s.
     modules = ["torch", "torch.distributed", "torch._dynamo", "numpy", child.__name__]
     multiprocessing.forkserver._forkserver.__init__()  # that of a forked process is its parent's
+    _idle.clear()
     multiprocessing.forkserver.set_forkserver_preload(modules)
 
 
@@ -143,10 +144,7 @@ def _check(fn, ranks, timeout, output, threads, backend, cwd) -> None:
 def _pickle_call(fn: Callable, args: tuple) -> bytes:
     """Pickle fn by reference if the ranks can import it, else by value."""
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
-    top = module and module.__name__.partition(".")[0]
-    specs = [f.find_spec(top, None) for f in sys.meta_path if module and hasattr(f, "find_spec")]
-    file = getattr(getattr(sys.modules.get(top), "__spec__", None), "origin", None)
-    by_value = module and not any(spec and spec.origin == file for spec in specs)
+    by_value = module and not _is_importable(module)
     with _lock:  # cloudpickle's register is shared by all threads
         try:
             if by_value:
@@ -157,6 +155,18 @@ def _pickle_call(fn: Callable, args: tuple) -> bytes:
         finally:
             if by_value:
                 cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_importable(module: ModuleType) -> bool:
+    """Whether an import finds this very module, and not another one or none."""
+    file, top = getattr(module, "__file__", None), module.__name__.partition(".")[0]
+    root = getattr(getattr(sys.modules.get(top), "__spec__", None), "origin", None)
+    for spec in [f.find_spec(top, None) for f in sys.meta_path if hasattr(f, "find_spec")]:
+        if spec and (root or not file):
+            return spec.origin == root
+        if spec:  # a package without __init__.py
+            return any(file.startswith(place) for place in spec.submodule_search_locations or [])
+    return False
 
 
 def _run_under_torchrun(fn, args, ranks, timeout, backend) -> list[Any]:
@@ -289,6 +299,7 @@ class _Watch:
             death["place"] = child.place(stack, self.task.names)
         while rank.link in self.sources and rank.link.poll():
             self.read_from(rank.link, rank)  # what it said before
+        rank.process.join(5)  # its end is seen before its exit code
         code = rank.code = rank.process.exitcode
         cause = f"ended with exit code {code} before it returned"
         if code < 0:
