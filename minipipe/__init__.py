@@ -7,7 +7,6 @@ draw it with `plot`. Importing minipipe, and all of the planning half, does with
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
 from minipipe.actions import Action, ScheduleError
 from minipipe.bounds import lower_bound
@@ -19,19 +18,13 @@ from minipipe.schedules import SCHEDULES, build
 from minipipe.simulate import simulate
 from minipipe.timeline import Timeline
 
-if TYPE_CHECKING:
-    from minipipe import plot
-    from minipipe.engine.launch import RankError, launch
-    from minipipe.engine.pace import Pace
-    from minipipe.engine.pipeline import Pipeline, StepResult
-
 __version__ = "0.1.0"
 
 # What needs torch or matplotlib is imported when it is first used.
 _LATER = {
     "Pipeline": "minipipe.engine.pipeline",
     "StepResult": "minipipe.engine.pipeline",
-    "PipelineError": "minipipe.engine.links",
+    "PipelineError": "minipipe.engine.failure",
     "Pace": "minipipe.engine.pace",
     "launch": "minipipe.engine.launch",
     "RankError": "minipipe.engine.launch",

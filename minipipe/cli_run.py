@@ -27,7 +27,7 @@ Data = Annotated[str, typer.Option(help="mnist, digits, shapes, cifar10 or fashi
 Rate = Annotated[float | None, typer.Option("--learning-rate", help="Of the optimizer, SGD.")]
 Seed = Annotated[int, typer.Option(help="Of the weights and of the order of the batches.")]
 PaceMs = Annotated[float | None, typer.Option(
-    help="Milliseconds that an emulated device takes for a forward (chosen by itself).")]  # fmt: skip
+    help="Milliseconds of a forward on an emulated device (chosen by itself).")]  # fmt: skip
 PacedSteps = Annotated[int, typer.Option(help="Steps on emulated devices, for the timelines.")]
 Narrate = Annotated[str | None, typer.Option(
     metavar="NAME", help="Tell a measured step of this schedule action by action.")]  # fmt: skip
@@ -122,7 +122,8 @@ def _job(model: str, dataset: str, batch, steps, learning_rate, seed: int) -> Jo
                                  ("--dataset", dataset, datasets.NAMES)):  # fmt: skip
         if value not in legal:
             refuse(f"{option} {value}: legal are {', '.join(legal)}")
-    for option, value in (("--batch", batch), ("--steps", steps), ("--learning-rate", learning_rate)):
+    for option, value in (("--batch", batch), ("--steps", steps),
+                          ("--learning-rate", learning_rate)):  # fmt: skip
         if value is not None and not 0 < value < float("inf"):
             refuse(f"{option} {value}: must be greater than 0")
     usual = models.SETTINGS.get(model, models.DEFAULT)

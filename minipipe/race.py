@@ -19,9 +19,9 @@ from statistics import median
 from typing import Any
 
 from minipipe import partition, plot, trace
+from minipipe.batch import row_counts
 from minipipe.costs import Costs
 from minipipe.engine.launch import launch
-from minipipe.engine.pipeline import row_counts
 from minipipe.probe import Probe, probe
 from minipipe.schedule import Schedule
 from minipipe.schedules import build

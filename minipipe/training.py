@@ -174,7 +174,7 @@ def _train_whole(job: Job, dataset: Dataset, model, wrapped, share: Callable) ->
 
 def train_pipeline(rank: int, job: Job, schedule: Schedule, slot: float,
                    paced_steps: int) -> tuple[Run, Paced]:  # fmt: skip
-    """A pipeline at full speed, then a few steps on emulated devices of `slot` seconds a forward."""
+    """A pipeline at full speed, then a few steps paced at `slot` seconds a forward."""
     dataset = job.dataset()
     model = job.model(dataset)
     pipe = Pipeline(model, schedule, loss_fn, memory_meter=False)

@@ -6,8 +6,10 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import functools
 import gc
 import io
+import itertools
 import linecache
 import multiprocessing
 import os
@@ -29,6 +31,7 @@ import psutil
 
 task: SimpleNamespace | None = None  # what this process is a rank for
 _sending = threading.Lock()
+_launches = itertools.count()
 
 # Errors that say no more than that another rank is gone.
 SECONDARY = re.compile(r"(?i)(closed|reset) by peer|broken pipe|got 0 bytes|process exited")
@@ -158,18 +161,30 @@ def join_group(backend: str, timeout: float, local_ranks: int, directory: str | 
     import torch
     import torch.distributed as dist
 
-    rank, store = int(os.environ["LOCAL_RANK"]), {}
+    local_rank = int(os.environ["LOCAL_RANK"])
     if directory:
-        file = dist.FileStore(os.path.join(directory, "store"), local_ranks)
-        store = {"store": file, "rank": rank, "world_size": local_ranks}
+        rank, size = local_rank, local_ranks
+        store = dist.FileStore(os.path.join(directory, "store"), size)
+    else:
+        store, rank, size = _meet_under_torchrun()
+        store = dist.PrefixStore(f"launch{next(_launches)}", store)  # the last group's keys stay
     if backend == "auto":
         backend = "nccl" if torch.cuda.device_count() >= local_ranks else "gloo"
-    if backend == "nccl":
-        store["device_id"] = torch.device("cuda", rank)
-        torch.cuda.set_device(rank)
+    device = torch.device("cuda", local_rank) if backend == "nccl" else None
+    if device:
+        torch.cuda.set_device(device)
     limit = datetime.timedelta(seconds=min(timeout, 1e7))
-    dist.init_process_group(backend, timeout=limit, **store)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=device
+    )
     dist.barrier()  # links are made lazily: let no rank fail or leave before they exist
+
+
+@functools.cache
+def _meet_under_torchrun() -> tuple:
+    import torch.distributed as dist
+
+    return next(dist.rendezvous("env://"))
 
 
 def leave_group() -> None:

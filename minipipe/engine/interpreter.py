@@ -9,7 +9,8 @@ from time import perf_counter
 import torch
 
 from minipipe.actions import Action
-from minipipe.engine.links import Links, Payload, PipelineError, describe
+from minipipe.engine.failure import PipelineError
+from minipipe.engine.links import Links, Payload, describe
 from minipipe.engine.memory import Meter
 from minipipe.engine.pace import Clock
 from minipipe.engine.stage import Stage, as_values
@@ -26,25 +27,28 @@ class Work:
 
     inputs: for each micro-batch the values of stage 0, where this rank holds it. finish: for each
     micro-batch what becomes of the last stage's outputs (its loss), where this rank holds it.
-    weights: what each micro-batch's loss counts. forms: the form of what each stage gives for
-    each micro-batch, which `announce`d messages bring along.
+    weights: what each micro-batch's loss counts. forms: the form of each activation and gradient
+    by kind, stage and micro-batch, which `announce`d messages bring along.
     """
 
     inputs: list[tuple] | None
     single: bool
     finish: list[Callable] | None
     weights: list[float]
-    forms: dict[tuple[int, int], Payload]
+    forms: dict[tuple[str, int, int], Payload]
     announce: bool
     keep_graph: bool = True
     pieces: list[tuple] = field(default_factory=list)  # micro-batches of inputs and targets
     results: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def form(self, message: Message) -> Payload:
-        """The form of a message: a gradient's follows from the activation that it belongs to."""
-        if message.kind == "F":
-            return self.forms[message.stage, message.microbatch]
-        return self.forms[message.stage - 1, message.microbatch].gradients()
+        """The form of a message."""
+        return self.forms[message[:3]]
+
+    def learn(self, stage: int, microbatch: int, payload: Payload) -> None:
+        """Remember the form of a stage's activation, from which that of its gradient follows."""
+        self.forms["F", stage, microbatch] = payload
+        self.forms["B", stage + 1, microbatch] = payload.gradients()
 
 
 @dataclass
@@ -154,7 +158,8 @@ class Interpreter:
             values, payload = self._values.pop(("F", number - 1, microbatch))
             single = payload.single
             needs = tuple(item.needs_gradient for item in payload.items)
-            work.forms[number - 1, microbatch] = payload
+            if work.announce:
+                work.learn(number - 1, microbatch, payload)
         finish = work.finish[microbatch] if number == self.last and work.finish else None
         if work.keep_graph:
             drop = (number, microbatch) in self._dropped
@@ -166,13 +171,15 @@ class Interpreter:
             return
         values, single = as_values(outputs)
         payload = describe(values, single, number)
-        if not work.announce and work.forms[number, microbatch] != payload:
+        if work.announce:
+            work.learn(number, microbatch, payload)
+        elif work.forms["F", number, microbatch] != payload:
+            known = _shapes(work.forms["F", number, microbatch])
             raise PipelineError(
                 f"stage {number} gives {_shapes(payload)} for micro-batch {microbatch}, in an "
-                f"earlier step {_shapes(work.forms[number, microbatch])} for a batch of the same "
-                "shape: what goes from stage to stage must not depend on the data"
+                f"earlier step {known} for a batch of the same shape: what goes from stage to "
+                "stage must not depend on the data"
             )
-        work.forms[number, microbatch] = payload
         if (number, "F", microbatch) in self._handed:
             values = tuple(v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values)
         self._values["F", number, microbatch] = values, payload
@@ -186,8 +193,8 @@ class Interpreter:
             gradients, _ = self._values.pop(("B", number + 1, microbatch))
         gradients = stage.backward(microbatch, gradients)
         if number:
-            payload = work.forms[number - 1, microbatch].gradients()
-            self._values["B", number, microbatch] = tuple(gradients), payload
+            form = work.forms["B", number, microbatch]
+            self._values["B", number, microbatch] = tuple(gradients), form
 
 
 def _shapes(payload: Payload) -> str:

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from minipipe.engine.failure import PipelineError, broken
 from minipipe.lower import Message, Program
 
 _SCALARS = {int: torch.int64, float: torch.float64, bool: torch.bool}
-
-
-class PipelineError(RuntimeError):
-    """What stopped a step: raised on every rank, with the reason of the rank that failed first."""
-
-    secondary = False  # whether another rank's failure is the cause; launch reports that one
-
-
-class InputError(PipelineError, ValueError):
-    """An argument that a step can't use: raised on every rank, before anything is computed."""
 
 
 class Item(NamedTuple):
@@ -89,7 +78,6 @@ class Links:
         self.delay: Callable[[Message, int], float] | None = None  # emulated links
         self._couriers: dict[int, _Courier] = {}
         self.bytes_sent = self.bytes_posted = 0
-        self._failed = False
         peers = {m.source for s in program.steps(rank) for m in s.receives}
         peers |= {m.target for s in program.steps(rank) for m in s.sends}
         self._incoming = {peer: program.channel(peer, rank) for peer in sorted(peers)}
@@ -219,7 +207,7 @@ class Links:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise self.reason(error) from error
+            raise broken(self._store, error) from error
 
     def _settle(self, target: int, until: int) -> None:
         """Let go of the first `until` sends of this step to a rank."""
@@ -237,32 +225,6 @@ class Links:
         for courier in self._couriers.values():
             courier.stop()
         self._couriers.clear()
-
-    def reason(self, error: Exception) -> PipelineError:
-        """Why a connection broke: what the rank that failed first has left in the store."""
-        try:
-            text = self._store.get("failed").decode() if self._store.check(["failed"]) else ""
-        except Exception:  # the store went with the rank that held it
-            text = ""
-        found = PipelineError(text or f"the connection to another rank broke: {error}")
-        found.secondary = True
-        return found
-
-    def fail(self, reason: str) -> None:
-        """Tell the other ranks why this one can't go on, and break all connections, so that
-        nobody waits; the process group can't be used any more."""
-        if self._failed or dist.get_world_size() == 1:
-            return
-        self._failed = True
-        if not self._store.check(["failed"]):
-            self._store.set("failed", reason)
-        if self._nccl:
-            dist.group.WORLD.abort()
-            return
-        # gloo has no call for it, but a time-out breaks the connections to all ranks at once.
-        other = (self.rank + 1) % dist.get_world_size()
-        with contextlib.suppress(RuntimeError):
-            dist.group.WORLD.recv([torch.zeros(1)], other, 1).wait(timedelta(milliseconds=1))
 
 
 def _settled(program: Program, rank: int, peer: int) -> list[int]:

@@ -11,10 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 class _Saved:
     """A tensor that autograd saved; its going away is what frees it."""
 
-    __slots__ = ("tensor", "meter", "key")
+    __slots__ = ("tensor", "version", "meter", "key")
 
     def __init__(self, tensor: torch.Tensor, meter: Meter, key):
-        self.tensor, self.meter, self.key = tensor, meter, key
+        self.tensor, self.version, self.meter, self.key = tensor, tensor._version, meter, key
 
     def __del__(self):
         self.meter.release(self.key)
@@ -79,4 +79,9 @@ class Meter:
 
 
 def _unpack(saved: _Saved | torch.Tensor) -> torch.Tensor:
-    return saved.tensor if isinstance(saved, _Saved) else saved
+    if not isinstance(saved, _Saved):
+        return saved
+    if saved.tensor._version != saved.version:  # with hooks, torch itself does not look
+        raise RuntimeError("a value needed for the backward pass, of shape "
+                           f"{tuple(saved.tensor.shape)}, was modified by an inplace operation")
+    return saved.tensor

@@ -100,7 +100,7 @@ def measure_latency(slot: float = 0.02, repeats: int = 15, size: int = 4096) -> 
     start = torch.tensor([time.perf_counter() + slot], dtype=torch.float64)
     dist.broadcast(start, 0)
     for repeat in range(repeats):
-        arriving, leaving = torch.empty(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        arriving, leaving = torch.zeros(2, size, dtype=torch.uint8)
         receive = group.recv([arriving], (rank - 1) % ranks, 0)
         deadline = float(start) + repeat * slot
         left = deadline - time.perf_counter()

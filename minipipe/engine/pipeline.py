@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minipipe.batch import as_batch, joined, problem, row_counts, split, whole
 from minipipe.check import check
+from minipipe.engine.failure import InputError, PipelineError, broken, fail
 from minipipe.engine.interpreter import Interpreter, Record, Work
-from minipipe.engine.links import InputError, Links, PipelineError
+from minipipe.engine.links import Links
 from minipipe.engine.memory import Meter
 from minipipe.engine.pace import Clock, Pace
 from minipipe.engine.stage import Stage
@@ -75,11 +77,6 @@ class Evaluation:
 
     loss: float | None
     outputs: torch.Tensor | tuple
-
-
-def row_counts(rows: int, microbatches: int) -> list[int]:
-    """Rows of each micro-batch: the first rows mod microbatches get one more."""
-    return [rows // microbatches + (m < rows % microbatches) for m in range(microbatches)]
 
 
 class Pipeline:
@@ -199,14 +196,13 @@ class Pipeline:
         """
         if self.schedule.forward_only:
             raise ValueError("schedule has no backward passes: use evaluate")
-        inputs, targets = _as_batch(inputs), _as_batch(targets)
+        inputs, targets = as_batch(inputs), as_batch(targets)
         microbatches = self.schedule.microbatches
         rows, forms, announce = self._agree("step", inputs, targets, microbatches)
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         counts = row_counts(rows, microbatches)
-        mean = self.reduction == "mean"
-        shares = [count / rows if mean else 1.0 for count in counts]
+        shares = self._shares(counts)
         work = self._work(inputs, targets, counts, forms, announce)
         work.weights = [share * loss_scale for share in shares]
         meter = self._meter if self.memory_meter else None
@@ -224,7 +220,7 @@ class Pipeline:
         inputs and targets as in `step`; without targets there is no loss. Gradients, graphs,
         running statistics and the modules' modes stay as they are.
         """
-        inputs, targets = _as_batch(inputs), _as_batch(targets)
+        inputs, targets = as_batch(inputs), as_batch(targets)
         with self._evaluating():
             most = self.schedule.microbatches
             rows, forms, announce = self._agree("evaluate", inputs, targets, 1)
@@ -238,20 +234,24 @@ class Pipeline:
     def _outputs(self, work: Work, targets, counts: list[int]) -> Evaluation:
         """Bring outputs and loss from the rank with the last stage to every rank."""
         found: list = [None, None]
-        if self._last:
-            parts = [work.results[m] for m in range(len(counts))]
-            outputs = _joined(parts)
-            if targets is not None:
-                pieces = _split(targets, counts)
-                losses = [float(self.loss_fn(part, _whole(piece)))
-                          for part, piece in zip(parts, pieces, strict=True)]  # fmt: skip
-                total = sum(counts) if self.reduction == "mean" else 1
-                weights = counts if self.reduction == "mean" else [1] * len(counts)
-                found[0] = sum(w * v for w, v in zip(weights, losses, strict=True)) / total
-            found[1] = outputs
+        with self._together(), torch.no_grad():
+            if self._last:
+                parts = [work.results[m] for m in range(len(counts))]
+                if targets is not None:
+                    pieces = split(targets, counts, self.device)
+                    losses = [float(self._loss(part, whole(piece)))
+                              for part, piece in zip(parts, pieces, strict=True)]  # fmt: skip
+                    shares = self._shares(counts)
+                    found[0] = sum(s * v for s, v in zip(shares, losses, strict=True))
+                found[1] = joined(parts)
         source = self.schedule.holders[self.schedule.stages - 1][0]
-        dist.broadcast_object_list(found, source, device=_collective_device())
+        with self._together(collective=True):
+            dist.broadcast_object_list(found, source, device=_collective_device())
         return Evaluation(*found)
+
+    def _shares(self, counts: list[int]) -> list[float]:
+        """What each micro-batch's loss counts in the whole batch's."""
+        return [n / sum(counts) if self.reduction == "mean" else 1.0 for n in counts]
 
     # How a step runs.
 
@@ -259,12 +259,12 @@ class Pipeline:
         work = Work(None, True, None, [], forms, announce)
         if self._first:
             work.single = len(inputs) == 1
-            work.inputs = _split(inputs, counts, self.device)
+            work.inputs = split(inputs, counts, self.device)
             work.pieces += work.inputs
         if self._last and targets is not None:
-            pieces = _split(targets, counts, self.device)
+            pieces = split(targets, counts, self.device)
             work.pieces += pieces
-            work.finish = [lambda outputs, piece=piece: self._loss(outputs, _whole(piece))
+            work.finish = [lambda outputs, piece=piece: self._loss(outputs, whole(piece))
                            for piece in pieces]  # fmt: skip
         return work
 
@@ -288,20 +288,30 @@ class Pipeline:
              meter: Meter | None = None) -> tuple[Record, Links]:  # fmt: skip
         interpreter, links = self._runner(schedule)
         links.begin()
-        clock = pace or Clock()
         if pace is not None:
             pace.attach(schedule)
             links.delay = pace.delay if pace.delays else None
         try:
-            return interpreter.run(work, clock, meter), links
-        except BaseException as error:
-            interpreter.clear()
-            self._broken = f"rank {self.rank} failed: {type(error).__name__}: {error}"
-            links.fail(self._broken if not getattr(error, "secondary", False) else str(error))
-            raise
+            with self._together():
+                return interpreter.run(work, pace or Clock(), meter), links
         finally:
+            interpreter.clear()
             links.close()
             links.delay = None
+
+    @contextmanager
+    def _together(self, collective: bool = False):
+        """What fails here on one rank ends the step on every rank, with that rank's reason."""
+        try:
+            yield
+        except BaseException as raised:
+            error = broken(self._store, raised) if collective else raised
+            own = f"rank {self.rank} failed: {type(error).__name__}: {error}"
+            self._broken = str(error) if getattr(error, "secondary", False) else own
+            fail(self._store, self._broken)
+            if error is raised:
+                raise
+            raise error from raised
 
     def _agree(self, use: str, inputs, targets, least: int):
         """Let all ranks know the number of rows, and whether this form of batch is a new one.
@@ -311,16 +321,16 @@ class Pipeline:
         if self._broken:
             raise PipelineError(f"an earlier step failed and broke the connections: {self._broken}")
         wanted = [("inputs", inputs, self._first), ("targets", targets, self._last)]
-        problem, rows = "", [-1, -1]
+        trouble, rows = "", [-1, -1]
         for place, (name, batch, held) in enumerate(wanted):
             if not held or (use == "evaluate" and name == "targets" and batch is None):
                 continue
-            problem = problem or _problem(name, batch, least)
-            rows[place] = -1 if problem else batch[0].shape[0]
-        seen = self._all_gather(torch.tensor([bool(problem), *rows, self._signature(use, inputs)]))
+            trouble = trouble or problem(name, batch, least)
+            rows[place] = -1 if trouble else batch[0].shape[0]
+        seen = self._all_gather(torch.tensor([bool(trouble), *rows, self._signature(use, inputs)]))
         if seen[:, 0].any():
             problems: list = [None] * dist.get_world_size()
-            dist.all_gather_object(problems, problem)
+            dist.all_gather_object(problems, trouble)
             rank = next(r for r, text in enumerate(problems) if text)
             raise InputError(f"rank {rank}: {problems[rank]}")
         found = {int(r) for r in seen[:, 1:3].flatten() if r >= 0}
@@ -346,12 +356,8 @@ class Pipeline:
         """The vectors [n] of all ranks as [ranks, n]."""
         own = own.to(_collective_device())
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        try:
+        with self._together(collective=True):
             dist.all_gather(everyone, own)
-        except RuntimeError as error:
-            reason = PipelineError(f"another rank is gone: {error}")
-            reason.secondary = True
-            raise reason from error
         return torch.stack(everyone).cpu()
 
     def _gather(self, record: Record, loss: float, sent: int, pace: Pace | None) -> StepResult:
@@ -419,7 +425,8 @@ def _collective_device() -> torch.device:
 
 def _agree_on_model(schedule: Schedule, parts: list[nn.Sequential]) -> None:
     """Refuse ranks with different schedules or models; warn where only the weights differ."""
-    names = [(n, tuple(p.shape)) for part in parts for n, p in part.named_parameters()]
+    names = [([n for n, _ in part.named_children()],
+              [(n, p.shape, p.dtype) for n, p in part.named_parameters()]) for part in parts]
     weights = [float(p.detach().double().sum()) for part in parts for p in part.parameters()]
     layers = [layer for part in parts for layer in part]
     trained = any(layer in _seen for layer in layers)  # then ranks differ in what they trained
@@ -437,45 +444,6 @@ def _agree_on_model(schedule: Schedule, parts: list[nn.Sequential]) -> None:
             warnings.warn(f"rank {rank}'s model has other weights than rank 0's: seed it alike on "
                           "every rank, or training can't be compared with one process",
                           stacklevel=4)  # fmt: skip
-
-
-def _as_batch(batch) -> tuple | None:
-    if batch is None:
-        return None
-    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-
-
-def _whole(values: tuple):
-    return values[0] if len(values) == 1 else values
-
-
-def _problem(name: str, batch: tuple | None, least: int) -> str:
-    """What is wrong with a batch, if anything."""
-    if not batch:
-        return f"{name} are needed on this rank, but it was given none"
-    for value in batch:
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            shown = type(value).__name__ if not isinstance(value, torch.Tensor) else "a number"
-            return f"{name} must be a tensor [rows, …] or a tuple of such, not {shown}"
-    rows = [value.shape[0] for value in batch]
-    if len(set(rows)) > 1:
-        return f"{name} differ in their number of rows: {rows}"
-    if rows[0] < least:
-        what = f"{least} micro-batches need at least {least}" if least > 1 else "at least 1 needed"
-        return f"{name} have {rows[0]} rows: {what}"
-    return ""
-
-
-def _split(batch: tuple, counts: list[int], device=None) -> list[tuple]:
-    """The values of each micro-batch; views where the batch is on the device already."""
-    moved = batch if device is None else [t.to(device) for t in batch]
-    return list(zip(*(t.split(counts) for t in moved), strict=True))
-
-
-def _joined(parts: list):
-    if isinstance(parts[0], torch.Tensor):
-        return torch.cat(parts)
-    return tuple(_joined(list(column)) for column in zip(*parts, strict=True))
 
 
 def _forward_rows(schedule: Schedule, microbatches: int) -> Schedule:

@@ -118,6 +118,11 @@ class Stage:
             self._attach(kept, *inputs)
 
     def _attach(self, kept: _MicroBatch, values: tuple, single: bool, needs, finish):
+        if self.number == 0:
+            # Micro-batches are views of the user's batch and share its version; where the stage
+            # begins in place, each may only change its own.
+            values = tuple(v.data if isinstance(v, torch.Tensor) and not v.requires_grad else v
+                           for v in values)  # fmt: skip
         if True in needs:
             wanted = [v for v, needed in zip(values, needs, strict=True) if needed]
             kept.received = [(v.shape, v.dtype, v.device) for v in wanted]
