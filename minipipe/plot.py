@@ -8,6 +8,7 @@ needed. Figures have the size of a slide (13.3 inches wide), so that font sizes 
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from matplotlib.patches import Patch
 
 from minipipe.actions import KINDS
 from minipipe.report import ORIGINS, amount, headline, number, percent
+from minipipe.schedule import Schedule
 from minipipe.timeline import Timeline
 
 # From the palettes of Okabe and Ito and of Paul Tol: F, B, I and W in both shades can be told apart
@@ -48,9 +50,8 @@ def _picture(height: float, width: float = WIDTH) -> Picture:
 
 def save(figure: Figure, path: str | Path) -> Path:
     """Write a figure as PNG, SVG or PDF, as the name of the file says; returns the path."""
-    path = Path(path)
     figure.savefig(path, dpi=150)
-    return path
+    return Path(path)
 
 
 def shade(kind: str, chunk: int, chunks: int) -> tuple[float, float, float]:
@@ -111,8 +112,7 @@ def compare(predicted: Timeline, measured: Timeline) -> Figure:
         _draw(axes, t, factor, end, height)
         bounds += _bound(axes, t, factor)
         axes.set_title(_bubble(t) + note, fontsize=LABEL, loc="left")
-    unit = seconds[0] if seconds else measured
-    panels[1].set_xlabel(_time_label(unit), fontsize=LABEL)
+    panels[1].set_xlabel(_time_label(seconds[-1] if seconds else measured), fontsize=LABEL)
     figure.suptitle(headline(predicted.schedule), fontsize=TITLE, x=0.01, ha="left")
     _legend(figure, both, bounds[:1])
     return figure
@@ -242,38 +242,49 @@ def _legend(figure, timelines: Sequence[Timeline], lines: list) -> None:
 
 
 def memory(*timelines: Timeline) -> Figure:
-    """What each rank keeps over time, in exact steps: a row a rank, a column a timeline."""
+    """What each rank keeps over time, in exact steps: a row a rank, a column a timeline,
+    titled by what it has not in common with the others."""
     if len(timelines) == 1 and not isinstance(timelines[0], Timeline):
         timelines = tuple(timelines[0])
-    ranks = max(t.schedule.ranks for t in timelines)
-    units = {t.memory_unit for t in timelines}
-    figure = _picture(min(1.7 + 0.9 * ranks, max(7.2, 1.7 + 0.4 * ranks)),
-                      min(WIDTH, 3.5 + 4.9 * len(timelines)))  # fmt: skip
-    panels = figure.subplots(ranks, len(timelines), squeeze=False, sharex="col",
-                             sharey=True if len(units) == 1 else "col")  # fmt: skip
-    figure.get_layout_engine().set(h_pad=0.02, hspace=0.02)
+    ranks, columns = max(t.schedule.ranks for t in timelines), len(timelines)
+    one_unit = len({t.memory_unit for t in timelines}) == 1
+    width = min(WIDTH, 5.5 + 4 * columns) * max(1, columns / 7)
+    room = max(10, int(8 * (width - 1.4) / columns))  # letters
+    figure = _picture(2 + ranks * min(1.25, max(0.66, 5.4 / ranks)), width)
+    panels = figure.subplots(ranks, columns, squeeze=False, sharex="col",
+                             sharey=True if one_unit else "col")  # fmt: skip
+    figure.get_layout_engine().set(h_pad=0.03, hspace=0.02)
+    facts = [(t.schedule.name, headline(Schedule(t.schedule.rows)), ORIGINS[t.origin])
+             for t in timelines]  # fmt: skip
+    alike = [len(set(each)) == 1 for each in zip(*facts, strict=True)]
+    labels = [_time_label(t) for t in timelines]
     for column, t in enumerate(timelines):
-        name = headline(t.schedule).replace(", ", "\n", 1)
-        panels[0, column].set_title(f"{name}, {ORIGINS[t.origin]}", fontsize=LABEL, loc="left")
-        panels[-1, column].set_xlabel(_time_label(t), fontsize=LABEL)
-        for rank in range(ranks):
+        title = "\n".join(textwrap.fill(fact.replace("+", " +"), room, break_on_hyphens=False)
+                          for fact, same in zip(facts[column], alike, strict=True) if not same)
+        panels[0, column].set_title(title.replace(" +", "+"), fontsize=LABEL)
+        if len(set(labels)) > 1:
+            panels[t.schedule.ranks - 1, column].set_xlabel(labels[column], fontsize=LABEL)
+        peak = max(max(o.peak_activations) for o in (timelines if one_unit else [t]))
+        for rank, axes in enumerate(panels[:, column]):
             if rank < t.schedule.ranks:
-                _draw_memory(panels[rank, column], t, rank)
+                _draw_memory(axes, t, rank, float(peak) * (1.7 if ranks < 6 else 2) or 1)
             else:
-                panels[rank, column].set_axis_off()
-    for column, t in enumerate(timelines):
-        scale = 1e-6 if t.memory_unit == "bytes" else 1
-        alike = timelines if len(units) == 1 else [t]
-        peak = max(max(other.peak_activations) for other in alike)
-        for axes in panels[:, column]:
-            axes.set_ylim(0, 1.6 * float(peak) * scale or 1)
-    unit = {"bytes": "MB", "micro-batches": "micro-batches"}
-    kept = "MB and micro-batches" if len(units) > 1 else unit[units.pop()]
-    figure.supylabel(f"activations kept ({kept})", fontsize=LABEL)
+                axes.set_axis_off()
+        panels[t.schedule.ranks - 1, column].tick_params(labelbottom=True)
+        panels[0, column].locator_params(axis="x", nbins=3 if columns > 3 else 6)
+    for rank, axes in enumerate(panels[:, 0]):
+        axes.set_ylabel(f"rank {rank}", fontsize=LABEL, rotation=0, ha="right", va="center")
+    shared = [fact for fact, same in zip(facts[0], alike, strict=True) if same and fact]
+    figure.suptitle(", ".join(shared), fontsize=TITLE, x=0.01, ha="left")
+    if len(set(labels)) == 1:
+        note = "; each column has its own scale" * (columns > 1)
+        figure.supxlabel(labels[0] + note, fontsize=LABEL)
+    kept = dict.fromkeys(t.memory_unit.replace("bytes", "MB") for t in timelines)
+    figure.supylabel(f"activations kept ({' and '.join(kept)})", fontsize=LABEL)
     return figure
 
 
-def _draw_memory(axes, t: Timeline, rank: int) -> None:
+def _draw_memory(axes, t: Timeline, rank: int, top: float) -> None:
     """The steps of one rank; what is kept for no time at all, as between B and F, isn't drawn."""
     scale = 1e-6 if t.memory_unit == "bytes" else 1
     curve = dict(t.memory_curve(rank))
@@ -282,16 +293,12 @@ def _draw_memory(axes, t: Timeline, rank: int) -> None:
     kept = [float(value) * scale for value in curve.values()]
     axes.fill_between(times, kept, step="post", color="#A6CEE3", linewidth=0)
     axes.step(times, kept, where="post", color=COLOURS["F"], linewidth=2)
-    axes.text(0.995, 0.97, f"rank {rank}: peak {amount(t, t.peak_activations[rank])}", ha="right",
-              va="top", fontsize=TICK, transform=axes.transAxes)  # fmt: skip
-    axes.locator_params(axis="y", nbins=3, integer=t.memory_unit != "bytes")
+    axes.text(0.99, 0.97, f"peak {amount(t, t.peak_activations[rank])}", ha="right", va="top",
+              fontsize=TICK, transform=axes.transAxes)  # fmt: skip
+    axes.locator_params(axis="y", nbins=2, integer=t.memory_unit != "bytes")
     _plain(axes)
     axes.set_xlim(0, 1.005 * times[-1])
-
-
-def _stacked_width(place: int, places: int) -> float:
-    """Later lines are thinner, so that those below still show where they coincide."""
-    return 5 - 3.5 * place / max(1, places - 1)
+    axes.set_ylim(0, top * scale)
 
 
 def _plain(axes) -> None:
@@ -311,7 +318,8 @@ def losses(entries: Sequence[dict]) -> Figure:
     for place, entry in enumerate(entries):
         style = {"color": LINES[place % len(LINES)], "linestyle": "-" if place < 8 else "--"}
         steps = range(1, len(entry["losses"]) + 1)
-        above.plot(steps, entry["losses"], linewidth=_stacked_width(place, len(entries)),
+        wide = 5 - 3.5 * place / max(1, len(entries) - 1)  # so that those below still show
+        above.plot(steps, entry["losses"], linewidth=wide,
                    label=f"{entry['name']}: {entry['losses'][-1]:.4f}", **style)  # fmt: skip
         if one and entry is not one:
             off = [abs(a - b) for a, b in zip(entry["losses"], one["losses"], strict=False)]
@@ -339,8 +347,7 @@ def bars(entries: Sequence[dict]) -> Figure:
     for axes, (key, title) in zip(panels, (
         ("bytes_sent", "bytes sent a step"),
         ("parameter_bytes", "parameters held"),
-        ("peak_activation_bytes", "peak activations"),
-    ), strict=True):  # fmt: skip
+        ("peak_activation_bytes", "peak activations")), strict=True):  # fmt: skip
         values = [max(entry[key]) / 1e6 if entry.get(key) else None for entry in entries]
         colours = ["#8C8C8C" if name == "one-process" else COLOURS["B"] if name == "ddp" else
                    COLOURS["F"] for name in names]  # fmt: skip
@@ -363,14 +370,16 @@ def bubble_bars(entries: Sequence[dict]) -> Figure:
     entries = [entry for entry in entries if entry.get("bubble_predicted") is not None]
     figure = _picture(2.1 + 0.7 * len(entries))
     axes = figure.add_subplot()
-    largest = 0.0
-    for offset, key, colour, hatch in ((-0.2, "bubble_predicted", "#BDD7E7", "///"),
-                                       (0.2, "bubble_measured", COLOURS["F"], None)):  # fmt: skip
+    largest, paced = 0.0, any("paced_step_ms" in entry for entry in entries)
+    for offset, key, origin, colour, hatch in (
+        (-0.2, "bubble_predicted", "predicted", "#BDD7E7", "///"),
+        (0.2, "bubble_measured", "emulated" if paced else "measured", COLOURS["F"], None),
+    ):
         shares = [100 * float(entry.get(key) or 0) for entry in entries]
         largest = max([largest, *shares])
         places = [place + offset for place in range(len(entries))]
         axes.barh(places, shares, height=0.38, color=colour, hatch=hatch, edgecolor="white",
-                  label=key.removeprefix("bubble_"))  # fmt: skip
+                  label=ORIGINS[origin])  # fmt: skip
         for place, share, entry in zip(places, shares, entries, strict=True):
             text = "not measured" if entry.get(key) is None else f"{share:.1f} %"
             axes.text(share, place, f" {text}", fontsize=TICK, va="center")

@@ -171,6 +171,7 @@ class Interpreter:
             return
         values, single = as_values(outputs)
         payload = describe(values, single, number)
+        values = tuple(map(stage.apart, values))
         if work.announce:
             work.learn(number, microbatch, payload)
         elif work.forms["F", number, microbatch] != payload:

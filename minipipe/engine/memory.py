@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -44,9 +45,16 @@ class Meter:
         """Count what autograd saves within this context."""
         return saved_tensors_hooks(self._pack, _unpack)
 
-    def exempt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count these tensors: they are the model's."""
-        self._owned.update(t.untyped_storage().data_ptr() for t in tensors)
+    @contextmanager
+    def exempt(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Do not count these tensors within this context: they are the model's. Afterwards their
+        memory may become an activation's."""
+        new = {t.untyped_storage().data_ptr() for t in tensors} - self._owned
+        self._owned |= new
+        try:
+            yield
+        finally:
+            self._owned -= new
 
     def hold(self, tensor: torch.Tensor) -> _Saved | None:
         """Count a tensor that a stage itself keeps, until the returned object goes away."""

@@ -26,7 +26,11 @@ OVERSHOOT = 0.0001
 
 
 class Clock:
-    """The real clock: an action starts when its inputs are there, and ends when it is done."""
+    """The real clock: an action starts when its inputs are there, and ends when it is done; on a
+    GPU too, which is waited for."""
+
+    def __init__(self, device: torch.device | None = None):
+        self._gpu = device if device is not None and device.type == "cuda" else None
 
     def reset(self) -> None:
         """A step begins."""
@@ -37,6 +41,8 @@ class Clock:
 
     def end(self, action: Action, start: float) -> float:
         """The end of the action that began at `start`."""
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
         return time.perf_counter()
 
 
@@ -48,6 +54,7 @@ class Pace(Clock):
     """
 
     def __init__(self, costs: Costs):
+        super().__init__()
         self.costs = costs
         self.actions = self.overruns = 0
         self._time = None

@@ -293,7 +293,7 @@ class Pipeline:
             links.delay = pace.delay if pace.delays else None
         try:
             with self._together():
-                return interpreter.run(work, pace or Clock(), meter), links
+                return interpreter.run(work, pace or Clock(self.device), meter), links
         finally:
             interpreter.clear()
             links.close()

@@ -68,6 +68,8 @@ class Stage:
         self._kept: dict[int, _MicroBatch] = {}
         self._gate = torch.empty(0, requires_grad=True)
         self._spread = _takes_several(module[0])
+        tensors = (*module.parameters(), *module.buffers())
+        self._own = {t.untyped_storage().data_ptr() for t in tensors}
 
     def _call(self, values: tuple, single: bool):
         if single or not self._spread:
@@ -160,6 +162,13 @@ class Stage:
             for gradient, (shape, dtype, device) in zip(caught, kept.received, strict=True)
         ]
 
+    def apart(self, value):
+        """A copy of what is the module's own, which a later forward may change; else the value."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        own = value.untyped_storage().data_ptr() in self._own
+        return value.clone() if own else value
+
     def wants(self, microbatch: int) -> int:
         """How many gradients `backward` takes for this micro-batch."""
         return len(self._kept[microbatch].roots)
@@ -172,17 +181,14 @@ class Stage:
     def _spare_buffers(self):
         """Let a second forward pass change copies of the buffers: BatchNorm's running statistics
         have seen this micro-batch already."""
-        if not self.module.training:
-            yield
-            return
         own = [(m, name, b) for m in self.module.modules() for name, b in m._buffers.items()
                if b is not None]  # fmt: skip
-        for module, name, buffer in own:
-            module._buffers[name] = buffer.clone()
-        if self.meter is not None:
-            self.meter.exempt(m._buffers[name] for m, name, _ in own)
+        spare = [buffer.clone() for _, _, buffer in own]
+        for (module, name, _), buffer in zip(own, spare, strict=True):
+            module._buffers[name] = buffer
         try:
-            yield
+            with self.meter.exempt(spare) if self.meter is not None else nullcontext():
+                yield
         finally:
             for module, name, buffer in own:
                 module._buffers[name] = buffer
