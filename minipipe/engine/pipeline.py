@@ -19,7 +19,7 @@ from minipipe.batch import as_batch, joined, problem, row_counts, split, whole
 from minipipe.check import check
 from minipipe.engine.failure import InputError, PipelineError, broken, fail
 from minipipe.engine.interpreter import Interpreter, Record, Work
-from minipipe.engine.links import Links
+from minipipe.engine.links import Links, exchange
 from minipipe.engine.memory import Meter
 from minipipe.engine.pace import Clock, Pace
 from minipipe.engine.stage import Stage
@@ -354,17 +354,14 @@ class Pipeline:
 
     def _all_gather(self, own: torch.Tensor) -> torch.Tensor:
         """The vectors [n] of all ranks as [ranks, n]."""
-        own = own.to(_collective_device())
-        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         with self._together(collective=True):
-            dist.all_gather(everyone, own)
-        return torch.stack(everyone).cpu()
+            return exchange(own)
 
     def _gather(self, record: Record, loss: float, sent: int, pace: Pace | None) -> StepResult:
         """Exchange what the ranks measured: one collective operation a step."""
         longest = max(len(row) for row in self.schedule.rows)
         columns = [record.starts, record.ends]
-        metered = bool(record.during)
+        metered = self.memory_meter  # a rank with an empty row has nothing in its record
         if metered:
             columns += [record.during, record.after]
         padded = [column + [0] * (longest - len(column)) for column in columns]
