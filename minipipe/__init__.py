@@ -22,12 +22,12 @@ __version__ = "0.1.0"
 
 # What needs torch or matplotlib is imported when it is first used.
 _LATER = {
-    "Pipeline": "minipipe.engine.pipeline",
-    "StepResult": "minipipe.engine.pipeline",
+    "Pipeline": "minipipe.pipeline",
+    "StepResult": "minipipe.results",
     "PipelineError": "minipipe.engine.failure",
     "Pace": "minipipe.engine.pace",
-    "launch": "minipipe.engine.launch",
-    "RankError": "minipipe.engine.launch",
+    "launch": "minipipe.ranks.launch",
+    "RankError": "minipipe.ranks.launch",
     "plot": "minipipe.plot",
     "datasets": "minipipe.datasets",
     "models": "minipipe.models",

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 from minipipe.costs import Costs
-from minipipe.engine.launch import launch
+from minipipe.ranks.launch import launch
 from minipipe.schedule import Schedule
 from minipipe.schedules import build
 from minipipe.simulate import simulate
@@ -93,7 +93,7 @@ def _step_sides(rank: int, ranks: int, name: str, layers, inputs, targets, micro
 
     from torch import nn
 
-    from minipipe.engine.pipeline import Pipeline
+    from minipipe.pipeline import Pipeline
 
     schedule = build(name, ranks=ranks, microbatches=microbatches)
     loss_fn = nn.functional.mse_loss
@@ -153,7 +153,7 @@ def _against_one_process(rank: int, threads: int, microbatches: int, repeats: in
     import torch
     from torch import nn
 
-    from minipipe.engine.pipeline import Pipeline
+    from minipipe.pipeline import Pipeline
 
     layers, inputs, targets = _transformer(2)
     pipe = Pipeline(layers, build("1f1b", ranks=2, microbatches=8), nn.functional.mse_loss,
@@ -190,7 +190,7 @@ def _paced(rank: int, schedule: Schedule, slot: float, repeats: int):
     from torch import nn
 
     from minipipe.engine.pace import Pace, measure_latency
-    from minipipe.engine.pipeline import Pipeline
+    from minipipe.pipeline import Pipeline
 
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(schedule.stages)]

@@ -109,7 +109,7 @@ def bench(
 def _start(headline: str) -> None:
     """Say something at once, and let the fork server start while torch is imported here."""
     typer.echo(f"{headline} …", err=True)
-    from minipipe.engine.launch import warm
+    from minipipe.ranks.launch import warm
 
     warm()
 
@@ -144,9 +144,9 @@ def _job(model: str, dataset: str, batch, steps, learning_rate, seed: int) -> Jo
 def _compare(job: Job, schedules: list[Schedule], what: str, ddp: bool, pace_ms, paced_steps: int,
              narrate: str | None, out: Path, as_json: bool) -> None:  # fmt: skip
     """Run the comparison with a progress display, then show and write what it found."""
-    from minipipe.engine.launch import RankError
     from minipipe.race import OverrunError, folder, write
     from minipipe.race import race as run_race
+    from minipipe.ranks.launch import RankError
 
     names = [schedule.name for schedule in schedules]
     if narrate is not None and narrate not in names:

@@ -111,7 +111,7 @@ def _greet(rank: int) -> float:
 
 
 def _loopback() -> Finding:
-    from minipipe.engine.launch import launch
+    from minipipe.ranks.launch import launch
 
     name, began = "ranks over loopback", time.perf_counter()
     try:

@@ -21,8 +21,8 @@ from typing import Any
 from minipipe import partition, plot, trace
 from minipipe.batch import row_counts
 from minipipe.costs import Costs
-from minipipe.engine.launch import launch
 from minipipe.probe import Probe, probe
+from minipipe.ranks.launch import launch
 from minipipe.schedule import Schedule
 from minipipe.schedules import build
 from minipipe.simulate import simulate

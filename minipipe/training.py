@@ -20,7 +20,7 @@ from minipipe.costs import Costs
 from minipipe.datasets import Dataset, batches, load
 from minipipe.engine.memory import Meter
 from minipipe.engine.pace import Pace, measure_latency
-from minipipe.engine.pipeline import Pipeline
+from minipipe.pipeline import Pipeline
 from minipipe.schedule import Schedule
 
 STEP = "@step"  # how rank 0 tells its launcher that a step is done

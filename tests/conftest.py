@@ -6,7 +6,7 @@ import multiprocessing
 import pytest
 from hypothesis import settings
 
-from minipipe.engine import launch
+from minipipe.ranks import launch
 
 settings.register_profile("minipipe", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("minipipe")
@@ -18,8 +18,8 @@ def pytest_collection_modifyitems(items):
         return
     with contextlib.suppress(ValueError):  # no fork server on this system
         multiprocessing.get_context("forkserver").set_forkserver_preload([
-            "torch", "torch.distributed", "torch._dynamo", "numpy", "minipipe.engine.child",
-            "minipipe.engine.pipeline", "minipipe", "pytest", "hypothesis",
+            "torch", "torch.distributed", "torch._dynamo", "numpy", "minipipe.ranks.child",
+            "minipipe.pipeline", "minipipe", "pytest", "hypothesis",
         ])  # fmt: skip
     launch.warm()
 

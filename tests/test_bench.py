@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from minipipe import bench
 from minipipe.cli import app
 from minipipe.costs import Costs
-from minipipe.engine.launch import launch
+from minipipe.ranks.launch import launch
 from minipipe.schedules import build
 from minipipe.simulate import simulate
 

@@ -181,8 +181,10 @@ def test_memory_has_exact_steps():
     assert line.get_drawstyle() == "steps-post"
     assert list(zip(*line.get_data(), strict=True)) == [
         (0, 1), (1, 2), (2, 2), (4, 2), (6, 2), (7, 2), (9, 1), (10, 1), (12, 0)]
-    assert texts(figure.axes[0]) == ["rank 0: peak 2"]
-    assert texts(figure.axes[1]) == ["rank 1: peak 1"]
+    assert [texts(axes) for axes in figure.axes] == [["peak 2"], ["peak 1"]]
+    assert [axes.get_ylabel() for axes in figure.axes] == ["rank 0", "rank 1"]
+    assert figure.get_suptitle() == "1f1b, 2 ranks, 3 micro-batches, predicted"
+    assert figure.get_supxlabel() == "time (units of the costs)"
 
 
 def test_memory_of_several_is_on_one_scale():
@@ -191,10 +193,64 @@ def test_memory_of_several_is_on_one_scale():
         assert len(figure.axes) == 8
         assert len({axes.get_ylim() for axes in figure.axes}) == 1
     measured = plot.memory(emulated(both[0]))
-    assert texts(measured.axes[0]) == ["rank 0: peak 16.00 MB"]
-    assert measured.axes[-1].get_xlabel() == "time (ms, emulated devices)"
+    assert texts(measured.axes[0]) == ["peak 16.00 MB"]
+    assert measured.get_supxlabel() == "time (ms, emulated devices)"
     mixed = plot.memory(both[0], emulated(both[0]))
     assert mixed.axes[0].get_ylim() != mixed.axes[1].get_ylim()
+    assert [axes.get_title() for axes in mixed.axes[:2]] == ["predicted",
+                                                             "measured on emulated devices"]
+    assert mixed.axes[-1].get_xlabel() == "time (ms, emulated devices)"
+    assert mixed.get_supylabel() == "activations kept (micro-batches and MB)"
+
+
+def boxes(figure):
+    """Where each visible text and each panel lies, in pixels."""
+    figure.draw_without_rendering()
+    found = []
+    for axes in figure.axes:
+        if axes.axison:
+            found += [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
+            for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+                found += [tick.label1 for tick in axis.get_major_ticks()
+                          if low <= tick.get_loc() <= high]  # fmt: skip
+    found += [figure._suptitle, figure._supxlabel, figure._supylabel]
+    found = [text for text in found if text and text.get_visible() and text.get_text()]
+    return {text: text.get_window_extent() for text in found}
+
+
+@pytest.mark.parametrize("ranks, microbatches", [(4, 8), (8, 32)])
+@pytest.mark.parametrize("columns", [1, 2, 3, 5, 7])
+def test_memory_of_many_has_no_text_over_another_or_cut_off(ranks, microbatches, columns):
+    names = ["naive", "gpipe", "gpipe+recompute", "1f1b", "interleaved", "breadth-first",
+             "1f1b+recompute"]  # fmt: skip
+    shown = []
+    for name in names[-columns:]:
+        more = {"recompute": True} if "+" in name else {}
+        t = predicted(name.removesuffix("+recompute"), ranks, microbatches, **more)
+        shown.append(emulated(t, unit=0.03))
+    figure = plot.memory(shown)
+    assert "measured on emulated devices" in figure.get_suptitle()
+    titles = [axes.get_title().replace("\n", "") for axes in figure.axes[:columns]]
+    assert titles == (names[-columns:] if columns > 1 else [""])
+    placed = list(boxes(figure).items())
+    width, height = figure.get_size_inches() * figure.dpi
+    for number, (text, box) in enumerate(placed):
+        assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height, text
+        for other, second in placed[number + 1 :]:
+            # A tick's text may reach into the next row's, by the white above and below digits.
+            across = min(box.x1, second.x1) - max(box.x0, second.x0)
+            along = min(box.y1, second.y1) - max(box.y0, second.y0)
+            assert across <= 0 or along <= 4, (text, other)
+    for axes in figure.axes:
+        assert axes.get_window_extent().width > 100  # 1 inch
+
+
+def test_memory_of_unequal_sizes_names_them():
+    figure = plot.memory(predicted("1f1b", 4, 8), predicted("1f1b", 2, 4))
+    assert figure.get_suptitle() == "1f1b, predicted"
+    titles = [axes.get_title() for axes in figure.axes[:2]]
+    assert titles == ["4 ranks, 8 micro-batches", "2 ranks, 4 micro-batches"]
+    assert sum(axes.axison for axes in figure.axes) == 6
 
 
 def test_losses_show_curves_and_differences():
@@ -226,6 +282,10 @@ def test_bubble_bars_leave_out_what_has_no_bubble():
     assert len(axes.patches) == 6
     assert texts(axes).count(" 25.0 %") == 3 and texts(axes).count(" 26.0 %") == 3
     assert axes.get_title(loc="left") == "bubble = idle / (ranks × makespan)"
+    assert legend(figure) == ["predicted", "measured"]
+    paced = [{**entry, "paced_step_ms": 900.0} for entry in entries()]
+    assert legend(plot.bubble_bars(paced)) == ["predicted", "measured on emulated devices"]
+    assert plot.bubble_bars(entries()[:2]).axes[0].patches[:] == []
 
 
 def test_save_and_display(tmp_path):

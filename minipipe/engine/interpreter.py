@@ -85,7 +85,7 @@ class Interpreter:
         record, links, values = Record(), self.links, self._values
         for stage in self.stages.values():
             stage.meter = meter
-        form = work.form
+        form, final = work.form, len(self.steps) - 1
         self._next = 0
         self._post(work, -1)
         clock.reset()
@@ -111,7 +111,7 @@ class Interpreter:
             for message in sends:
                 links.send(message, *values.pop(message[:3]), work.announce and message.kind == "F")
             self._post(work, place)
-            if sends:
+            if sends and place < final:
                 record.transfer += perf_counter() - end
         links.finish()
         return record

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from minipipe.engine.failure import PipelineError, broken
 from minipipe.lower import Message, Program
 
-EXCHANGE = 1  # the tag of what all ranks tell each other; messages between stages have 0
+MESSAGE, EXCHANGE = 0, 1  # tags: between stages, and what all ranks tell each other
 _SCALARS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
 
@@ -76,6 +76,7 @@ class Links:
         backend = dist.get_backend()
         self._nccl = backend == "nccl"
         self._through_host = device.type != "cpu" and not self._nccl
+        self._where = device if self._nccl else torch.device("cpu")
         self.delay: Callable[[Message, int], float] | None = None  # emulated links
         self._couriers: dict[int, _Courier] = {}
         self.bytes_sent = self.bytes_posted = 0
@@ -101,13 +102,13 @@ class Links:
                         for s in program.steps(r) for m in s.sends})  # fmt: skip
         world = dist.group.WORLD
         groups = {e: dist.new_group(list(e)) if self._nccl else world for e in edges}
-        probe = torch.zeros(1, device=self.device if self._nccl else "cpu")
+        probe = torch.zeros(1, device=self._where)
         for source, target in edges:
             group = groups[source, target]
             if self.rank == source:
-                group.send([probe], self._within(group, target), 0).wait()
+                self._wait([group.send([probe], self._within(group, target), MESSAGE)])
             elif self.rank == target:
-                group.recv([probe], self._within(group, source), 0).wait()
+                self._wait([group.recv([probe], self._within(group, source), MESSAGE)])
         return groups
 
     def _within(self, group, rank: int) -> int:
@@ -132,8 +133,7 @@ class Links:
         if announce:
             body = torch.frombuffer(bytearray(pickle.dumps(payload)), dtype=torch.uint8)
             tensors = [torch.tensor([body.numel()]), body, *tensors]
-            if self._nccl:
-                tensors = [t.to(self.device) for t in tensors]
+            tensors = [t.to(self._where) for t in tensors]
         target = message.target
         self._sent[target] += 1
         if self.delay is None:
@@ -149,7 +149,19 @@ class Links:
 
     def _post_send(self, target: int, tensors: list[torch.Tensor]) -> list:
         group = self._groups[self.rank, target]
-        return [group.send([t], self._within(group, target), 0) for t in tensors]
+        place = self._within(group, target)
+        try:
+            return [group.send([t], place, MESSAGE) for t in tensors]
+        except RuntimeError as error:
+            raise broken(self._store, error) from error
+
+    def _post_receive(self, source: int, buffers: list[torch.Tensor]) -> list:
+        group = self._groups[source, self.rank]
+        place = self._within(group, source)
+        try:
+            return [group.recv([b], place, MESSAGE) for b in buffers]
+        except RuntimeError as error:
+            raise broken(self._store, error) from error
 
     def post(self, message: Message, payload_of: Callable[[Message], Payload]) -> None:
         """Post the receive of a message, after those that the same rank sends before it."""
@@ -158,15 +170,12 @@ class Links:
             following = self._incoming[source][self._posted[source]]
             self._posted[source] += 1
             payload = payload_of(following)
-            group = self._groups[source, self.rank]
-            place = self._within(group, source)
-            where = self.device if self._nccl else "cpu"
             buffers = [
                 None if item.dtype is None
-                else torch.empty(item.shape, dtype=item.dtype, device=where)
+                else torch.empty(item.shape, dtype=item.dtype, device=self._where)
                 for item in payload.items
             ]  # fmt: skip
-            works = [group.recv([b], place, 0) for b in buffers if b is not None]
+            works = self._post_receive(source, [b for b in buffers if b is not None])
             self._arriving[following] = buffers, works, payload
             self.bytes_posted += sum(b.nbytes for b in buffers if b is not None)
 
@@ -174,18 +183,15 @@ class Links:
         """Post the receive of a message, after those before it, where an activation's form is
         not known yet and comes with it. The form of a gradient follows from its activation's."""
         source = message.source
-        group = self._groups[source, self.rank]
-        place = self._within(group, source)
-        where = self.device if self._nccl else "cpu"
         while self._posted[source] <= self._number[message]:
             following = self._incoming[source][self._posted[source]]
             if following.kind == "B":
                 self.post(following, payload_of)
                 continue
-            size = torch.zeros(1, dtype=torch.int64, device=where)
-            self._wait([group.recv([size], place, 0)])
-            body = torch.empty(int(size), dtype=torch.uint8, device=where)
-            self._wait([group.recv([body], place, 0)])
+            size = torch.zeros(1, dtype=torch.int64, device=self._where)
+            self._wait(self._post_receive(source, [size]))
+            body = torch.empty(int(size), dtype=torch.uint8, device=self._where)
+            self._wait(self._post_receive(source, [body]))
             payload = pickle.loads(body.cpu().numpy().tobytes())
             self.post(following, lambda _, payload=payload: payload)
 

@@ -1,6 +1,43 @@
 """Looped schedules: each rank holds several chunks, stage c * ranks + r on rank r."""
 
+from itertools import accumulate
+
 from minipipe.actions import Action, ScheduleError
+from minipipe.schedules.rows import by_turns
+
+
+def looped(ranks: int, microbatches: int, chunks: int = 1, group: int | None = None, hop: int = 1,
+           back: str = "B") -> list[list[Action]]:  # fmt: skip
+    """Rows of 1F1B and its kin: groups of micro-batches go round the ranks once a chunk.
+
+    hop: by how many forwards a rank's warm-up is longer than the next rank's; as many times r
+    backwards later the W of a split backward (`back` "I") follows on rank r.
+    """
+    low = min(ranks, microbatches)
+    group = low if group is None else group
+    if not low <= group <= microbatches:
+        nearest = min(max(group, low), microbatches)
+        raise ScheduleError(
+            f"group={group} must be between min(ranks, microbatches) = {low} and microbatches = "
+            f"{microbatches}; the nearest legal value is {nearest}"
+        )
+    groups = microbatches // group
+    sizes = [microbatches // groups + (g < microbatches % groups) for g in range(groups)]
+
+    def order(rank: int, chunk_order: range) -> list[tuple[int, int]]:
+        ends = accumulate(sizes)
+        return [
+            (chunk * ranks + rank, m)
+            for size, end in zip(sizes, ends, strict=True)
+            for chunk in chunk_order
+            for m in range(end - size, end)
+        ]
+
+    return [
+        by_turns(order(rank, range(chunks)), order(rank, range(chunks)[::-1]),
+                 (chunks - 1) * sizes[0] + hop * (ranks - 1 - rank), back, hop * rank)
+        for rank in range(ranks)
+    ]  # fmt: skip
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int = 2,
@@ -19,37 +56,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2,
     m // group groups get one micro-batch more each until all are placed: no smaller group is left
     over, which would lengthen the step or even block it.
     """
-    low = min(ranks, microbatches)
-    group = low if group is None else group
-    if not low <= group <= microbatches:
-        nearest = min(max(group, low), microbatches)
-        raise ScheduleError(
-            f"group={group} must be between min(ranks, microbatches) = {low} and microbatches = "
-            f"{microbatches}; the nearest legal value is {nearest}"
-        )
-    groups = microbatches // group
-    sizes = [microbatches // groups + (g < microbatches % groups) for g in range(groups)]
-
-    def order(chunk_order) -> list[tuple[int, int]]:
-        starts = (sum(sizes[:g]) for g in range(groups))
-        return [
-            (chunk, m)
-            for start, size in zip(starts, sizes, strict=True)
-            for chunk in chunk_order
-            for m in range(start, start + size)
-        ]
-
-    forwards, backwards = order(range(chunks)), order(range(chunks)[::-1])
-    rows = []
-    for rank in range(ranks):
-        warm_up = min(len(forwards), (chunks - 1) * sizes[0] + 2 * (ranks - 1 - rank))
-        row = [Action(c * ranks + rank, "F", m) for c, m in forwards[:warm_up]]
-        for step, (chunk, m) in enumerate(backwards):
-            for c, k in forwards[warm_up + step : warm_up + step + 1]:
-                row.append(Action(c * ranks + rank, "F", k))
-            row.append(Action(chunk * ranks + rank, "B", m))
-        rows.append(row)
-    return rows
+    return looped(ranks, microbatches, chunks, group, hop=2)
 
 
 def breadth_first(ranks: int, microbatches: int, chunks: int = 2) -> list[list[Action]]:

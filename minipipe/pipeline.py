@@ -6,10 +6,8 @@ import hashlib
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -25,58 +23,11 @@ from minipipe.engine.pace import Clock, Pace
 from minipipe.engine.stage import Stage
 from minipipe.lower import lower
 from minipipe.partition import cut
+from minipipe.results import Evaluation, StepResult, pack, unpack
 from minipipe.schedule import Schedule
-from minipipe.timeline import Timeline, Waiting
 
 # Layers that have been part of a Pipeline.
 _seen: weakref.WeakSet = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class Ledger:
-    """Where a rank's time went, in seconds: computing, handing tensors over, or waiting."""
-
-    compute: float
-    transfer: float
-    waiting: Waiting
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step gave: the same on every rank, but for the two byte counts, which are this
-    rank's own (`timeline` has those of all ranks).
-
-    loss: of the whole batch, by rows. peak_activation_bytes: the most that autograd kept at once.
-    bytes_sent: activations and gradients sent to other ranks.
-    """
-
-    loss: float
-    peak_activation_bytes: int
-    bytes_sent: int
-    _timeline: Callable[[], Timeline]
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """When every rank did what, in seconds from the first start."""
-        return self._timeline()
-
-    @property
-    def ledger(self) -> tuple[Ledger, ...]:
-        """Each rank's time by what it went into; transfer is not counted as waiting."""
-        timeline = self.timeline
-        rows = zip(timeline.busy, timeline.transfers, timeline.waiting, strict=True)
-        return tuple(
-            Ledger(busy, transfer, Waiting(w.fill, max(0.0, w.inside - transfer), w.drain))
-            for busy, transfer, w in rows
-        )
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """loss: of all rows, None without targets. outputs: in row order, on every rank."""
-
-    loss: float | None
-    outputs: torch.Tensor | tuple
 
 
 class Pipeline:
@@ -172,7 +123,7 @@ class Pipeline:
         infinite = math.isinf(norm_type)
         own = torch.stack([n.cpu() for n in norms]) if norms else torch.zeros(1)
         own = (own.max() if infinite else (own.double() ** norm_type).sum()).reshape(1)
-        total = self._all_gather(own.double()).flatten()
+        total = self._exchange(own.double()).flatten()
         norm = float(total.max() if infinite else total.sum() ** (1 / norm_type))
         # Not `min`: a norm that is not a number must reach every gradient, on every rank.
         factor = 1.0 if norm <= max_norm else max_norm / (norm + 1e-6)
@@ -212,7 +163,9 @@ class Pipeline:
         if self.optimizer is not None:
             self.optimizer.step()
         loss = sum(shares[m] * float(value) for m, value in work.results.items())
-        return self._gather(record, loss, links.bytes_sent, pace or self.pace)
+        own = pack(self.schedule, record, loss, links.bytes_sent, self.memory_meter)
+        origin = "emulated" if pace or self.pace else "measured"
+        return unpack(self.schedule, self._exchange(own), self.rank, self.memory_meter, origin)
 
     def evaluate(self, inputs=None, targets=None) -> Evaluation:
         """Forward only, in evaluation mode, over any batch of at least one row.
@@ -327,20 +280,24 @@ class Pipeline:
                 continue
             trouble = trouble or problem(name, batch, least)
             rows[place] = -1 if trouble else batch[0].shape[0]
-        seen = self._all_gather(torch.tensor([bool(trouble), *rows, self._signature(use, inputs)]))
-        if seen[:, 0].any():
-            problems: list = [None] * dist.get_world_size()
-            dist.all_gather_object(problems, trouble)
-            rank = next(r for r, text in enumerate(problems) if text)
-            raise InputError(f"rank {rank}: {problems[rank]}")
-        found = {int(r) for r in seen[:, 1:3].flatten() if r >= 0}
+        mode = 2 * (use == "step") + bool(self.memory_meter)
+        own = [bool(trouble), mode, *rows, self._signature(use, inputs)]
+        seen = self._exchange(torch.tensor(own))
+        columns = [sorted({int(value) for value in column if value >= 0}) for column in seen.T]
+        if columns[0] != [0]:
+            troubles: list = [None] * self.schedule.ranks
+            dist.all_gather_object(troubles, trouble)
+            rank = next(rank for rank, text in enumerate(troubles) if text)
+            raise InputError(f"rank {rank}: {troubles[rank]}")
+        if len(columns[1]) > 1:
+            raise InputError("the ranks don't do the same: some call step and some evaluate, or "
+                             "memory_meter differs")  # fmt: skip
+        found = {*columns[2], *columns[3]}
         if len(found) != 1:
-            text = ", ".join(f"{names} have {sorted({int(r) for r in seen[:, c] if r >= 0})} rows"
-                             for names, c in (("inputs", 1), ("targets", 2)))  # fmt: skip
-            raise InputError(f"inputs and targets differ in their number of rows: {text}")
-        key = tuple(seen[:, 1:].flatten().tolist())
-        announce = key not in self._forms
-        return found.pop(), self._forms.setdefault(key, {}), announce
+            raise InputError("inputs and targets differ in their number of rows: inputs have "
+                             f"{columns[2]}, targets {columns[3]}")  # fmt: skip
+        key = tuple(seen[:, 2:].flatten().tolist())
+        return found.pop(), self._forms.setdefault(key, {}), not self._forms[key]
 
     def _signature(self, use: str, inputs) -> int:
         """A number that changes when what this rank sends may change its form."""
@@ -352,30 +309,10 @@ class Pipeline:
         cast = torch.is_autocast_enabled(kind) and str(torch.get_autocast_dtype(kind))
         return hash((use, form, modes, flags, cast, torch.get_default_dtype())) >> 1
 
-    def _all_gather(self, own: torch.Tensor) -> torch.Tensor:
+    def _exchange(self, own: torch.Tensor) -> torch.Tensor:
         """The vectors [n] of all ranks as [ranks, n]."""
         with self._together(collective=True):
             return exchange(own)
-
-    def _gather(self, record: Record, loss: float, sent: int, pace: Pace | None) -> StepResult:
-        """Exchange what the ranks measured: one collective operation a step."""
-        longest = max(len(row) for row in self.schedule.rows)
-        columns = [record.starts, record.ends]
-        metered = self.memory_meter  # a rank with an empty row has nothing in its record
-        if metered:
-            columns += [record.during, record.after]
-        padded = [column + [0] * (longest - len(column)) for column in columns]
-        own = [loss, sent, record.transfer, *(value for column in padded for value in column)]
-        everyone = self._all_gather(torch.tensor(own, dtype=torch.float64))
-        origin = "measured" if pace is None else "emulated"
-
-        def timeline() -> Timeline:
-            return _timeline(self.schedule, everyone, longest, metered, origin)
-
-        return StepResult(
-            loss=float(everyone[:, 0].sum()), bytes_sent=sent,
-            peak_activation_bytes=max(record.during, default=0), _timeline=timeline,
-        )  # fmt: skip
 
     @contextmanager
     def _evaluating(self):
@@ -449,24 +386,4 @@ def _forward_rows(schedule: Schedule, microbatches: int) -> Schedule:
         [part for action in row for part in action.parts
          if part.kind == "F" and part.microbatch < microbatches]
         for row in schedule.rows
-    )  # fmt: skip
-
-
-def _timeline(schedule: Schedule, everyone: torch.Tensor, longest: int, metered: bool,
-              origin: str) -> Timeline:  # fmt: skip
-    """Put together what all ranks measured; the first start is time 0."""
-    table = everyone[:, 3:].reshape(everyone.shape[0], -1, longest).tolist()
-    counts = [len(row) for row in schedule.rows]
-    starts = [t for rank, n in enumerate(counts) for t in table[rank][0][:n]]
-    ends = [t for rank, n in enumerate(counts) for t in table[rank][1][:n]]
-    zero = min(starts)
-    levels: Iterable = [
-        [(int(a), int(b)) for a, b in zip(row[2][:n], row[3][:n], strict=True)]
-        if metered else [(0, 0)] * n
-        for row, n in zip(table, counts, strict=True)
-    ]  # fmt: skip
-    return Timeline(
-        schedule, [t - zero for t in starts], [t - zero for t in ends], list(levels),
-        origin=origin, time_unit="s", memory_unit="bytes", bytes_sent=everyone[:, 1].int().tolist(),
-        transfers=everyone[:, 2].tolist(), messages=sum(lower(schedule).routes().values()),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from typing import Any
 
 import cloudpickle
 
-from minipipe.engine import child
+from minipipe.ranks import child
 
 GRACE = 0.5  # seconds that a lost connection waits for the death or the error behind it
 LONGEST_LINE = 1 << 20  # bytes; output without newlines is cut there, not collected

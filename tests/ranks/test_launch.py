@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minipipe.engine.launch import RankError, RankTimeout, launch
+from minipipe.ranks.launch import RankError, RankTimeout, launch
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -142,7 +142,7 @@ def test_rank_that_returns_early_does_not_cut_off_messages():
 def test_parent_that_has_used_torch_threads():
     script = """
         import sys
-        from minipipe.engine.launch import launch
+        from minipipe.ranks.launch import launch
         assert "torch" not in sys.modules  # the parent needn't wait for it
         import torch
         a = torch.randn(400, 400)
@@ -399,7 +399,7 @@ def test_bad_arguments(error, match, change):
 
 WAITING = """
     import os, torch, torch.distributed as dist
-    from minipipe.engine.launch import launch
+    from minipipe.ranks.launch import launch
     def fn(rank):
         print(os.getpid())
         dist.recv(torch.zeros(1), 1 - rank)
@@ -436,7 +436,7 @@ def notebook(*cells):
 def test_function_of_a_notebook_cell():
     good, bad = notebook(
         """
-        from minipipe.engine.launch import launch
+        from minipipe.ranks.launch import launch
         def good(rank):
             print("hello from", rank)
             return rank
@@ -462,7 +462,7 @@ def test_under_torchrun(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent("""
         import torch, torch.distributed as dist
-        from minipipe.engine.launch import launch
+        from minipipe.ranks.launch import launch
         def fn(rank, base):
             dist.all_reduce(x := torch.ones(1))
             return base + rank, x.item()
@@ -486,7 +486,7 @@ def test_spawned_ranks_serve_again(tmp_path):
     script = tmp_path / "script.py"  # without a guard: a rank must not run it again
     script.write_text(textwrap.dedent("""
         import os, time
-        from minipipe.engine.launch import RankError, launch
+        from minipipe.ranks.launch import RankError, launch
         def fn(rank):
             print("here", rank)
             return os.getpid()
