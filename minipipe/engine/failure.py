@@ -8,6 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+NOBODY = 99  # a tag under which nothing is ever sent
+
 
 class PipelineError(RuntimeError):
     """What stopped a step: raised on every rank, with the reason of the rank that failed first."""
@@ -44,5 +46,5 @@ def fail(store, reason: str) -> None:
     for other in range(dist.get_world_size()):
         if other != dist.get_rank():
             with contextlib.suppress(RuntimeError):
-                work = dist.group.WORLD.recv([torch.zeros(1)], other, 1)
+                work = dist.group.WORLD.recv([torch.zeros(1)], other, NOBODY)
                 work.wait(timedelta(milliseconds=1))
