@@ -2,12 +2,15 @@
 
 import contextlib
 import multiprocessing
+import os
 
 import pytest
 from hypothesis import settings
 
 from minipipe.ranks import launch
 
+# One thread for torch in the process of pytest; ranks are given their own number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("minipipe", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("minipipe")
 
