@@ -273,7 +273,8 @@ def memory(*timelines: Timeline) -> Figure:
         panels[t.schedule.ranks - 1, column].tick_params(labelbottom=True)
         panels[0, column].locator_params(axis="x", nbins=3 if columns > 3 else 6)
     for rank, axes in enumerate(panels[:, 0]):
-        axes.set_ylabel(f"rank {rank}", fontsize=LABEL, rotation=0, ha="right", va="center")
+        axes.set_ylabel(f"rank {rank}", fontsize=LABEL, rotation=0, labelpad=8, ha="right",
+                        va="center")  # fmt: skip
     shared = [fact for fact, same in zip(facts[0], alike, strict=True) if same and fact]
     figure.suptitle(", ".join(shared), fontsize=TITLE, x=0.01, ha="left")
     if len(set(labels)) == 1:
