@@ -25,7 +25,7 @@ _LATER = {
     "Pipeline": "minipipe.pipeline",
     "StepResult": "minipipe.results",
     "PipelineError": "minipipe.engine.failure",
-    "Pace": "minipipe.engine.pace",
+    "Pace": "minipipe.emulation",
     "launch": "minipipe.ranks.launch",
     "RankError": "minipipe.ranks.launch",
     "plot": "minipipe.plot",

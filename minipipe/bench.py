@@ -189,7 +189,7 @@ def _paced(rank: int, schedule: Schedule, slot: float, repeats: int):
     import torch
     from torch import nn
 
-    from minipipe.engine.pace import Pace, measure_latency
+    from minipipe.emulation import Pace, measure_latency
     from minipipe.pipeline import Pipeline
 
     torch.manual_seed(0)

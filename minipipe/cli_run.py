@@ -77,8 +77,8 @@ def run(
         check(schedule)
     except ScheduleError as error:
         fail(f"{file} is not a legal schedule:\n{error}")
-    if schedule.forward_only:
-        fail(f"{file} has no backward passes, so nothing can be trained")
+    if schedule.forward_only or schedule.asynchronous:
+        fail(f"{file}: only tables with backward passes and without U can be trained")
     schedule.name = schedule.name or "own"
     _start(f"minipipe run: one process, then {schedule.name} on {schedule.ranks} ranks")
     job = _job(model, dataset, batch, steps, learning_rate, seed)
@@ -149,6 +149,22 @@ def _compare(job: Job, schedules: list[Schedule], what: str, ddp: bool, pace_ms,
     from minipipe.ranks.launch import RankError
 
     names = [schedule.name for schedule in schedules]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        refuse(f"{twice[0]} is named twice")
+    for schedule in schedules:
+        if schedule.forward_only or schedule.asynchronous:
+            refuse(f"{schedule.name}: only schedules with backward passes and without U are "
+                   "trained")  # fmt: skip
+    layers = len(job.model(job.dataset()))
+    most = max(schedules, key=lambda schedule: schedule.stages)
+    if most.stages > layers:
+        refuse(f"{most.name} has {most.stages} stages, but {job.setting.model} has {layers} layers "
+               "to cut: take fewer ranks or chunks, or another --model")  # fmt: skip
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"--out {out}: {(error.strerror or str(error)).lower()}")
     if narrate is not None and narrate not in names:
         refuse(f"--narrate {narrate}: legal are {', '.join(names)}")
     if paced_steps < 1:
@@ -165,8 +181,6 @@ def _compare(job: Job, schedules: list[Schedule], what: str, ddp: bool, pace_ms,
                               paced_steps=paced_steps, progress=progress)  # fmt: skip
     except (OverrunError, RankError) as error:
         fail(str(error))
-    except ValueError as error:  # more stages than layers
-        refuse(str(error))
     path = folder(out, what)
     files = write(result, path)
     if as_json:

@@ -15,12 +15,13 @@ from torch import nn
 
 from minipipe.batch import as_batch, joined, problem, row_counts, split, whole
 from minipipe.check import check
+from minipipe.emulation import Pace
+from minipipe.engine.clock import Clock
 from minipipe.engine.failure import InputError, PipelineError, broken, fail
 from minipipe.engine.interpreter import Interpreter, Record, Work
 from minipipe.engine.links import Links, exchange
 from minipipe.engine.memory import Meter
-from minipipe.engine.pace import Clock, Pace
-from minipipe.engine.stage import Stage
+from minipipe.engine.overlap import make_stage
 from minipipe.lower import lower
 from minipipe.partition import cut
 from minipipe.results import Evaluation, StepResult, pack, unpack
@@ -55,13 +56,15 @@ class Pipeline:
         self.device = _device(self.rank, device)
         parts = cut(model, schedule.stages, cuts, costs)
         self._own = schedule.stages_of(self.rank)
+        self._groups = {held: dist.new_group(list(held))
+                        for held in sorted({*schedule.holders.values()}) if len(held) > 1}
         self._parts = {stage: parts[stage].to(self.device) for stage in self._own}
         _agree_on_model(schedule, parts)
         self._modules = [m for part in self._parts.values() for m in part.modules()]
         tensors = [t for p in self._parts.values() for t in (*p.parameters(), *p.buffers())]
         self._meter = Meter(tensors)
         self.memory_meter = memory_meter
-        self._stages = {s: Stage(part, s) for s, part in self._parts.items()}
+        self._stages = {s: make_stage(part, s) for s, part in self._parts.items()}
         self.pace = pace
         self.optimizer = None
         parameters = list(self.parameters())
@@ -118,8 +121,10 @@ class Pipeline:
         Returns the norm before clipping, the same on every rank. All ranks have to call it, those
         without parameters too.
         """
+        counted = [p for stage, part in self._parts.items() for p in part.parameters()
+                   if self.schedule.holders[stage][0] == self.rank]  # each copy once
         norms = [torch.linalg.vector_norm(p.grad.double(), norm_type)
-                 for p in self.parameters() if p.grad is not None]  # fmt: skip
+                 for p in counted if p.grad is not None]  # fmt: skip
         infinite = math.isinf(norm_type)
         own = torch.stack([n.cpu() for n in norms]) if norms else torch.zeros(1)
         own = (own.max() if infinite else (own.double() ** norm_type).sum()).reshape(1)
@@ -159,7 +164,8 @@ class Pipeline:
         meter = self._meter if self.memory_meter else None
         if meter is not None:
             meter.batch(t for pieces in work.pieces for t in pieces)
-        record, links = self._run(self.schedule, work, pace or self.pace, meter)
+        with self._summed_copies():
+            record, links = self._run(self.schedule, work, pace or self.pace, meter)
         if self.optimizer is not None:
             self.optimizer.step()
         loss = sum(shares[m] * float(value) for m, value in work.results.items())
@@ -184,23 +190,56 @@ class Pipeline:
             self._run(schedule, work)
         return self._outputs(work, targets, counts)
 
+    @contextmanager
+    def _summed_copies(self):
+        """Add up the gradients that the copies of a stage get within this context, after the last
+        backward pass, in one all-reduce a stage."""
+        shared = [(list(self._parts[stage].parameters()), self.schedule.holders[stage])
+                  for stage in self._own if stage in self.schedule.copies]  # fmt: skip
+        before = [[p.grad for p in parameters] for parameters, _ in shared]
+        for parameters, _ in shared:
+            for parameter in parameters:
+                parameter.grad = None
+        yield
+        for (parameters, ranks), known in zip(shared, before, strict=True):
+            for dtype in sorted({p.dtype for p in parameters}, key=str):
+                same = [(p, k) for p, k in zip(parameters, known, strict=True) if p.dtype == dtype]
+                self._sum_over(ranks, same)
+
+    def _sum_over(self, ranks: tuple[int, ...], parameters: list) -> None:
+        """Sum gradients of one dtype over the ranks; what was there before is added behind."""
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p, _ in parameters]
+        there = grads[0].new_tensor([p.grad is not None for p, _ in parameters])
+        flat = torch.cat([*(g.flatten() for g in grads), there])
+        flat = flat.to(_collective_device())
+        with self._together(collective=True):
+            dist.all_reduce(flat, group=self._groups[ranks])
+        *parts, there = flat.to(self.device).split([*(g.numel() for g in grads), len(grads)])
+        for (parameter, known), part, used in zip(parameters, parts, there.tolist(), strict=True):
+            total = part.view_as(parameter).clone() if used else None
+            parameter.grad = total if known is None else known if total is None else known + total
+
     def _outputs(self, work: Work, targets, counts: list[int]) -> Evaluation:
-        """Bring outputs and loss from the rank with the last stage to every rank."""
-        found: list = [None, None]
+        """Bring outputs and loss from the ranks with the last stage to every rank."""
+        own: dict[int, tuple] = {}
         with self._together(), torch.no_grad():
             if self._last:
-                parts = [work.results[m] for m in range(len(counts))]
-                if targets is not None:
-                    pieces = split(targets, counts, self.device)
-                    losses = [float(self._loss(part, whole(piece)))
-                              for part, piece in zip(parts, pieces, strict=True)]  # fmt: skip
-                    shares = self._shares(counts)
-                    found[0] = sum(s * v for s, v in zip(shares, losses, strict=True))
-                found[1] = joined(parts)
-        source = self.schedule.holders[self.schedule.stages - 1][0]
-        with self._together(collective=True):
-            dist.broadcast_object_list(found, source, device=_collective_device())
-        return Evaluation(*found)
+                pieces = targets and split(targets, counts, self.device)
+                for m, part in work.results.items():
+                    loss = float(self._loss(part, whole(pieces[m]))) if targets else None
+                    own[m] = loss, part
+        found: dict[int, tuple] = {}
+        for source in self.schedule.holders[self.schedule.stages - 1]:
+            box = [own]
+            with self._together(collective=True):
+                dist.broadcast_object_list(box, source, device=_collective_device())
+            found |= box[0]
+        losses, parts = zip(*(found[m] for m in range(len(counts))), strict=True)
+        shares = self._shares(counts)
+        loss = None
+        if None not in losses:
+            loss = sum(share * value for share, value in zip(shares, losses, strict=True))
+        return Evaluation(loss, joined(list(parts)))
 
     def _shares(self, counts: list[int]) -> list[float]:
         """What each micro-batch's loss counts in the whole batch's."""
@@ -243,14 +282,15 @@ class Pipeline:
         links.begin()
         if pace is not None:
             pace.attach(schedule)
-            links.delay = pace.delay if pace.delays else None
+            links.carry = pace.carry if pace.links else None
         try:
             with self._together():
                 return interpreter.run(work, pace or Clock(self.device), meter), links
         finally:
             interpreter.clear()
-            links.close()
-            links.delay = None
+            links.carry = None
+            if pace is not None:
+                pace.close()
 
     @contextmanager
     def _together(self, collective: bool = False):
@@ -334,8 +374,8 @@ def _check_arguments(schedule, loss_fn, reduction, optimizer) -> None:
     if schedule.ranks != dist.get_world_size():
         raise ValueError(f"schedule has {schedule.ranks} rows, but there are "
                          f"{dist.get_world_size()} ranks")  # fmt: skip
-    if schedule.copies or schedule.splits_backward or schedule.asynchronous:
-        raise ValueError("schedule has copies of stages, I and W, or U, which are not run yet")
+    if schedule.asynchronous:
+        raise ValueError("schedule has actions U (updates within the table), not run yet")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function, not {type(loss_fn).__name__}")
     if reduction not in ("mean", "sum"):

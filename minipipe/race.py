@@ -3,7 +3,7 @@
     minipipe race
 
 Training runs at full speed. The bubbles are then measured over a few steps on emulated devices
-(see `engine/pace.py`), since ranks that share cores can't show a pipeline's speed.
+(see `emulation.py`), since ranks that share cores can't show a pipeline's speed.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def race(job: Job, schedules: list[Schedule], *, ddp: bool = True, pace: float |
                         ranks=ranks)  # fmt: skip
         entry = _entry(schedule.name, [run for run, _ in found], one)
         entries.append(entry)
-        _compare(result, entry, schedule, probes[schedule.name], found[0][1], slot)
+        _compare(result, entry, schedule, probes[schedule.name], [p for _, p in found], slot)
     return result
 
 
@@ -149,12 +149,14 @@ def _entry(name: str, runs: list[Run], one: list[Run]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _compare(result: Result, entry: dict, schedule: Schedule, found: Probe, paced: Paced,
+def _compare(result: Result, entry: dict, schedule: Schedule, found: Probe, ranks: list[Paced],
              slot: float) -> None:  # fmt: skip
     """Set the measured timeline beside the predicted one: same slots, and the latency measured."""
-    if paced.overruns > 0.01 * paced.actions:
+    overruns, actions = sum(p.overruns for p in ranks), sum(p.actions for p in ranks)
+    paced = ranks[0]
+    if overruns > 0.01 * actions:
         raise OverrunError(
-            f"{schedule.name}: {paced.overruns} of {paced.actions} paced actions took longer than "
+            f"{schedule.name}: {overruns} of {actions} paced actions took longer than "
             f"their slot (a forward: {1e3 * slot:.0f} ms), so the timeline would show this "
             "machine's load instead of the schedule. Close other programs, or take a longer "
             "--pace-ms"

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from minipipe import models
 from minipipe.costs import Costs
 from minipipe.datasets import Dataset, batches, load
+from minipipe.emulation import Pace, measure_latency
 from minipipe.engine.memory import Meter
-from minipipe.engine.pace import Pace, measure_latency
 from minipipe.pipeline import Pipeline
 from minipipe.schedule import Schedule
 

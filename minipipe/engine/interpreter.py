@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
 
 from minipipe.actions import Action
+from minipipe.engine.clock import Clock
 from minipipe.engine.failure import PipelineError
 from minipipe.engine.links import Links, Payload, describe
 from minipipe.engine.memory import Meter
-from minipipe.engine.pace import Clock
 from minipipe.engine.stage import Stage, as_values
 from minipipe.lower import Message, Program
 
@@ -79,6 +79,7 @@ class Interpreter:
         self._receives = [(place, m) for place, s in enumerate(self.steps) for m in s.receives]
         self._next = 0
         self._dropped = {(p.stage, p.microbatch) for p in parts if p.kind == "R"}
+        self._split = {(p.stage, p.microbatch) for p in parts if p.kind == "I"}
 
     def run(self, work: Work, clock: Clock, meter: Meter | None = None) -> Record:
         """Do all actions of one step."""
@@ -100,9 +101,9 @@ class Interpreter:
             if meter is not None:
                 meter.high = meter.level
             start = clock.begin(blocked)
-            for part in action.parts:
-                self._do(part, work)
-            end = clock.end(action, start)
+            parts = [(part, self.stages[part.stage].segments, self._do(part, work))
+                     for part in action.parts]  # fmt: skip
+            end = clock.run(parts, start)
             record.starts.append(start)
             record.ends.append(end)
             if meter is not None:
@@ -136,19 +137,22 @@ class Interpreter:
             links.post(message, work.form)
             self._next += 1
 
-    def _do(self, part: Action, work: Work) -> None:
+    def _do(self, part: Action, work: Work) -> Iterator[None]:
+        """Do one action; stops at each exchange inside its stage."""
         stage = self.stages[part.stage]
         match part.kind:
             case "F":
-                self._forward(stage, part.microbatch, work)
-            case "B":
-                self._backward(stage, part.microbatch, work)
+                yield from self._forward(stage, part.microbatch, work)
+            case "B" | "I":
+                yield from self._backward(stage, part.microbatch, work)
+            case "W":
+                stage.backward_weight(part.microbatch)
             case "R":
                 stage.recompute(part.microbatch)
             case kind:
                 raise PipelineError(f"{part}: actions of kind {kind} can't be run yet")
 
-    def _forward(self, stage: Stage, microbatch: int, work: Work) -> None:
+    def _forward(self, stage: Stage, microbatch: int, work: Work) -> Iterator[None]:
         number = stage.number
         if number == 0:
             values, single = work.inputs[microbatch], work.single
@@ -161,8 +165,10 @@ class Interpreter:
                 work.learn(number - 1, microbatch, payload)
         finish = work.finish[microbatch] if number == self.last and work.finish else None
         if work.keep_graph:
-            drop = (number, microbatch) in self._dropped
-            outputs = stage.forward(microbatch, values, single, needs, finish, drop)
+            outputs = yield from stage.forward_parts(
+                microbatch, values, single, needs, finish,
+                drop=(number, microbatch) in self._dropped,
+                split=(number, microbatch) in self._split)  # fmt: skip
         else:
             outputs = stage.infer(values, single, finish)
         if number == self.last:
@@ -184,14 +190,14 @@ class Interpreter:
             values = tuple(v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values)
         self._values["F", number, microbatch] = values, payload
 
-    def _backward(self, stage: Stage, microbatch: int, work: Work) -> None:
+    def _backward(self, stage: Stage, microbatch: int, work: Work) -> Iterator[None]:
         number = stage.number
         if number == self.last:
             weight = torch.full_like(work.results[microbatch], work.weights[microbatch])
             gradients = [weight] * stage.wants(microbatch)
         else:
             gradients, _ = self._values.pop(("B", number + 1, microbatch))
-        gradients = stage.backward(microbatch, gradients)
+        gradients = yield from stage.backward_parts(microbatch, gradients)
         if number:
             form = work.forms["B", number, microbatch]
             self._values["B", number, microbatch] = tuple(gradients), form

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import queue
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -77,8 +74,8 @@ class Links:
         self._nccl = backend == "nccl"
         self._through_host = device.type != "cpu" and not self._nccl
         self._where = device if self._nccl else torch.device("cpu")
-        self.delay: Callable[[Message, int], float] | None = None  # emulated links
-        self._couriers: dict[int, _Courier] = {}
+        # An emulated link: takes message, size and the posting of it, returns a handle.
+        self.carry: Callable[[Message, int, Callable[[], list]], Any] | None = None
         self.bytes_sent = self.bytes_posted = 0
         peers = {m.source for s in program.steps(rank) for m in s.receives}
         peers |= {m.target for s in program.steps(rank) for m in s.sends}
@@ -136,16 +133,12 @@ class Links:
             tensors = [t.to(self._where) for t in tensors]
         target = message.target
         self._sent[target] += 1
-        if self.delay is None:
+        if self.carry is None:
             self._outbox[target].append(self._post_send(target, tensors))
             return
-        if target not in self._couriers:
-            self._couriers[target] = _Courier()
         size = sum(t.numel() * t.element_size() for t in tensors)
-        work = self._couriers[target].take(
-            lambda: self._post_send(target, tensors), *self.delay(message, size)
-        )
-        self._outbox[target].append([work])
+        self._outbox[target].append(
+            [self.carry(message, size, lambda: self._post_send(target, tensors))])
 
     def _post_send(self, target: int, tensors: list[torch.Tensor]) -> list:
         group = self._groups[self.rank, target]
@@ -227,12 +220,6 @@ class Links:
         for target in self._outbox:
             self._settle(target, self._sent[target])
 
-    def close(self) -> None:
-        """End the threads of emulated links."""
-        for courier in self._couriers.values():
-            courier.stop()
-        self._couriers.clear()
-
 
 def exchange(own: torch.Tensor) -> torch.Tensor:
     """The vectors [n] of all ranks as [ranks, n].
@@ -269,52 +256,3 @@ def _settled(program: Program, rank: int, peer: int) -> list[int]:
                 received = max(received, mine[message] + 1)
         counts += [received for message in step.sends if message.target == rank]
     return counts
-
-
-class _Courier:
-    """An emulated link: holds each message for its time on the wire, one after the other, and
-    for the latency, then sends it; a thread of its own, so that the rank can compute."""
-
-    def __init__(self):
-        self._queue: queue.SimpleQueue = queue.SimpleQueue()
-        self._free = 0.0
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def take(self, post: Callable[[], list], latency: float, wire: float) -> _Carried:
-        self._free = max(self._free, time.perf_counter()) + wire
-        carried = _Carried()
-        self._queue.put((self._free + latency, post, carried))
-        return carried
-
-    def stop(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
-            due, post, carried = job
-            time.sleep(max(0.0, due - time.perf_counter()))
-            try:
-                carried.works = post()
-            except RuntimeError as error:
-                carried.error = error
-            carried.posted.set()
-
-
-class _Carried:
-    """The handle of a message that an emulated link carries."""
-
-    def __init__(self):
-        self.works: list = []
-        self.error: RuntimeError | None = None
-        self.posted = threading.Event()
-
-    def wait(self) -> None:
-        self.posted.wait()
-        if self.error is not None:
-            raise self.error
-        for work in self.works:
-            work.wait()
-
-

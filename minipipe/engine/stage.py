@@ -11,33 +11,16 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 from minipipe.engine.memory import Meter
+from minipipe.engine.split import Catch, Deferred
 
 _run_backward = Variable._execution_engine.run_backward
-
-
-class _Entry(torch.autograd.Function):
-    """Where a stage's graph begins: catches the gradients of what was received.
-
-    The received tensors themselves could be leaves, but a leaf refuses an in-place operation, and
-    a stage may begin with one.
-    """
-
-    @staticmethod
-    def forward(ctx, caught, gate, *received):
-        ctx.caught = caught
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.data for tensor in received)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        ctx.caught.append(gradients)
-        return (None, None, *(None for _ in gradients))
 
 
 class _MicroBatch:
     """What a stage keeps of one micro-batch between its forward and its backward pass."""
 
-    __slots__ = ("caught", "received", "roots", "inputs", "held", "random", "flags")
+    __slots__ = ("caught", "received", "roots", "inputs", "held", "random", "flags",
+                 "deferred")  # fmt: skip
 
     def __init__(self):
         self.caught = []  # one tuple of gradients, once the backward pass has reached the entry
@@ -45,6 +28,7 @@ class _MicroBatch:
         self.roots = []  # where the backward pass starts: at each output that was sent as
         # needing a gradient, or None where it turned out not to have one
         self.inputs = self.held = self.random = self.flags = None  # for a recompute only
+        self.deferred = None  # the weight gradients that wait for W, where the backward is split
 
 
 def as_values(outputs) -> tuple[tuple, bool]:
@@ -61,11 +45,14 @@ class Stage:
     layer's `forward` takes several.
     """
 
+    segments = 1  # parts between exchanges inside the stage
+
     def __init__(self, module: nn.Sequential, number: int, meter: Meter | None = None):
         self.module = module
         self.number = number
         self.meter = meter
         self._kept: dict[int, _MicroBatch] = {}
+        self._deferred: dict[int, Deferred] = {}
         self._gate = torch.empty(0, requires_grad=True)
         self._spread = _takes_several(module[0])
         tensors = (*module.parameters(), *module.buffers())
@@ -81,14 +68,16 @@ class Stage:
         return outputs
 
     def forward(self, microbatch: int, values: tuple, single: bool, needs: tuple[bool, ...],
-                finish=None, drop: bool = False):  # fmt: skip
+                finish=None, drop: bool = False, split: bool = False):  # fmt: skip
         """Run the layers on one micro-batch; returns what they give.
 
         needs: which of the values want a gradient. finish: a function of the outputs, the loss
         on the last stage; its result is returned instead. drop: keep only the inputs, a
-        `recompute` will follow.
+        `recompute` will follow. split: weight gradients wait for `backward_weight`.
         """
         kept = self._kept[microbatch] = _MicroBatch()
+        if split:
+            kept.deferred = Deferred(self.module, self.meter)
         if not drop:
             return self._attach(kept, values, single, needs, finish)
         kept.inputs = values, single, needs, finish
@@ -105,6 +94,16 @@ class Stage:
         marked = (v.detach().requires_grad_() if flag else v
                   for v, flag in zip(parts, kept.flags, strict=True))  # fmt: skip
         return next(marked) if alone else tuple(marked)
+
+    def forward_parts(self, *arguments, **options):
+        """`forward` as a generator, which stops at each exchange inside the stage: here none."""
+        return self.forward(*arguments, **options)
+        yield
+
+    def backward_parts(self, microbatch: int, gradients):
+        """`backward` as a generator, like `forward_parts`."""
+        return self.backward(microbatch, gradients)
+        yield
 
     def infer(self, values: tuple, single: bool, finish=None):
         """Run the layers without keeping anything."""
@@ -128,9 +127,10 @@ class Stage:
         if True in needs:
             wanted = [v for v, needed in zip(values, needs, strict=True) if needed]
             kept.received = [(v.shape, v.dtype, v.device) for v in wanted]
-            fresh = iter(_Entry.apply(kept.caught, self._gate, *wanted))
+            fresh = iter(Catch.apply(kept.caught, self._gate, *wanted))
             values = tuple(next(fresh) if n else v for v, n in zip(values, needs, strict=True))
-        with self.meter.watch() if self.meter is not None else nullcontext():
+        with (self.meter.watch() if self.meter is not None else nullcontext(),
+              kept.deferred.noting() if kept.deferred is not None else nullcontext()):  # fmt: skip
             outputs = self._call(values, single)
             if finish is not None:
                 outputs = finish(outputs)
@@ -145,7 +145,8 @@ class Stage:
         return outputs
 
     def backward(self, microbatch: int, gradients) -> list[torch.Tensor]:
-        """Run the backward pass; `.grad` of the parameters grows.
+        """Run the backward pass, or its first half where it is split; `.grad` of the parameters
+        grows.
 
         gradients: one for each output that needs one. Returns one for each received value that
         needs one, zeros where the stage doesn't use it.
@@ -156,11 +157,17 @@ class Stage:
             roots, gradients = zip(*pairs, strict=True)
             _run_backward(roots, gradients, False, False, (), allow_unreachable=True,
                           accumulate_grad=True)  # fmt: skip
+        if kept.deferred is not None:
+            self._deferred[microbatch] = kept.deferred
         caught = kept.caught[0] if kept.caught else (None,) * len(kept.received)
         return [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
             for gradient, (shape, dtype, device) in zip(caught, kept.received, strict=True)
         ]
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Compute the weight gradients that `backward` has left; `.grad` grows."""
+        self._deferred.pop(microbatch).compute()
 
     def apart(self, value):
         """A copy of what is the module's own, which a later forward may change; else the value."""
@@ -176,6 +183,7 @@ class Stage:
     def clear(self) -> None:
         """Let go of everything, after a step that failed."""
         self._kept.clear()
+        self._deferred.clear()
 
     @contextmanager
     def _spare_buffers(self):

@@ -1,0 +1,119 @@
+"""Stages with exchanges inside, and pairs that hide them behind the other micro-batch's compute.
+
+An exchange is communication with other devices within a stage: a mixture of experts sends tokens
+to the experts' devices and back. A lone action has to wait for it; in an overlapped pair one
+micro-batch computes while the other one exchanges (DeepSeek-V3, arXiv 2412.19437, section 3.2.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+from torch import nn
+
+from minipipe.engine.memory import Meter
+from minipipe.engine.stage import Stage, as_values
+
+
+class Exchange(nn.Module):
+    """Marks, as a layer of its own in an nn.Sequential, where a stage exchanges its values with
+    other devices. Here there are none, so that it passes them on as they are; on an emulated
+    device it takes its share of the action's time (`Costs.exchange`)."""
+
+    def forward(self, values):
+        return values
+
+
+class ChainedStage:
+    """A stage that is cut at its exchanges: a chain of stages on one rank, run part by part.
+
+    It does what `Stage` does; its `forward_parts` and `backward_parts` stop at each exchange, so
+    that something else can be computed meanwhile.
+    """
+
+    def __init__(self, module: nn.Sequential, number: int):
+        self.module, self.number = module, number
+        names: list[list[str]] = [[]]
+        for name, layer in module.named_children():
+            if isinstance(layer, Exchange):
+                names.append([])
+            else:
+                names[-1].append(name)
+        children = dict(module.named_children())
+        self._chain = [
+            Stage(nn.Sequential(*(children[name] for name in part)), number)
+            for part in names if part
+        ]  # fmt: skip
+
+    @property
+    def segments(self) -> int:
+        """Number of parts; there is an exchange between each two."""
+        return len(self._chain)
+
+    @property
+    def meter(self) -> Meter | None:
+        """Counts what all parts keep."""
+        return self._chain[0].meter
+
+    @meter.setter
+    def meter(self, meter: Meter | None) -> None:
+        for stage in self._chain:
+            stage.meter = meter
+
+    def forward_parts(self, microbatch: int, values: tuple, single: bool, needs, finish=None,
+                      **options) -> Generator[None, None, object]:  # fmt: skip
+        """As `Stage.forward`, but stops (yields) at each exchange."""
+        *chain, last = self._chain
+        for stage in chain:
+            outputs = stage.forward(microbatch, values, single, needs, **options)
+            values, single = as_values(outputs)
+            needs = tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+            values = tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in values)
+            yield
+        return last.forward(microbatch, values, single, needs, finish, **options)
+
+    def backward_parts(self, microbatch: int, gradients) -> Generator[None, None, list]:
+        """As `Stage.backward`, but stops (yields) at each exchange."""
+        first, *chain = self._chain
+        for stage in reversed(chain):
+            gradients = stage.backward(microbatch, gradients)
+            yield
+        return first.backward(microbatch, gradients)
+
+    def infer(self, values: tuple, single: bool, finish=None):
+        """Run the layers without keeping anything."""
+        with torch.no_grad():
+            outputs = self.module(values[0] if single else values)
+            return outputs if finish is None else finish(outputs)
+
+    def recompute(self, microbatch: int) -> None:
+        """Run the forward pass again, part by part."""
+        for stage in self._chain:
+            stage.recompute(microbatch)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Compute the weight gradients that are left."""
+        for stage in reversed(self._chain):
+            stage.backward_weight(microbatch)
+
+    def apart(self, value):
+        """As `Stage.apart`."""
+        for stage in self._chain:
+            value = stage.apart(value)
+        return value
+
+    def wants(self, microbatch: int) -> int:
+        """How many gradients the backward pass takes for this micro-batch."""
+        return self._chain[-1].wants(microbatch)
+
+    def clear(self) -> None:
+        """Let go of everything, after a step that failed."""
+        for stage in self._chain:
+            stage.clear()
+
+
+def make_stage(module: nn.Sequential, number: int) -> Stage | ChainedStage:
+    """The stage of these layers, cut at its exchanges where it has any."""
+    chained = any(isinstance(layer, Exchange) for layer in module)
+    return ChainedStage(module, number) if chained else Stage(module, number)
