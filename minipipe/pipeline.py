@@ -16,10 +16,11 @@ from torch import nn
 from minipipe.batch import as_batch, joined, problem, row_counts, split, whole
 from minipipe.check import check
 from minipipe.emulation import Pace
+from minipipe.engine.channels import Channels
 from minipipe.engine.clock import Clock
 from minipipe.engine.failure import InputError, PipelineError, broken, fail
 from minipipe.engine.interpreter import Interpreter, Record, Work
-from minipipe.engine.links import Links, exchange
+from minipipe.engine.links import Links
 from minipipe.engine.memory import Meter
 from minipipe.engine.overlap import make_stage
 from minipipe.lower import lower
@@ -71,6 +72,7 @@ class Pipeline:
         if optimizer is not None and parameters:
             self.optimizer = optimizer(parameters)
         self._first, self._last = 0 in self._own, schedule.stages - 1 in self._own
+        self._channels = Channels()
         self._store = dist.PrefixStore("minipipe", dist.distributed_c10d._get_default_store())
         self._runners: dict = {}
         self._forms: dict = {}
@@ -271,7 +273,7 @@ class Pipeline:
     def _runner(self, schedule: Schedule) -> tuple[Interpreter, Links]:
         if schedule not in self._runners:
             program = lower(schedule)
-            links = Links(program, self.rank, self.device, self._store)
+            links = Links(program, self._channels, self.device, self._store)
             interpreter = Interpreter(program, self.rank, self._stages, links)
             self._runners[schedule] = interpreter, links
         return self._runners[schedule]
@@ -301,7 +303,7 @@ class Pipeline:
             error = broken(self._store, raised) if collective else raised
             own = f"rank {self.rank} failed: {type(error).__name__}: {error}"
             self._broken = str(error) if getattr(error, "secondary", False) else own
-            fail(self._store, self._broken)
+            fail(self._store, self._channels, self._broken)
             if error is raised:
                 raise
             raise error from raised
@@ -352,7 +354,7 @@ class Pipeline:
     def _exchange(self, own: torch.Tensor) -> torch.Tensor:
         """The vectors [n] of all ranks as [ranks, n]."""
         with self._together(collective=True):
-            return exchange(own)
+            return self._channels.exchange(own)
 
     @contextmanager
     def _evaluating(self):

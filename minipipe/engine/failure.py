@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-
-NOBODY = 99  # a tag under which nothing is ever sent
+from minipipe.engine.channels import Channels
 
 
 class PipelineError(RuntimeError):
@@ -32,19 +28,10 @@ def broken(store, error: Exception) -> PipelineError:
     return found
 
 
-def fail(store, reason: str) -> None:
+def fail(store, channels: Channels, reason: str) -> None:
     """Tell the other ranks why this one can't go on, and break all connections, so that nobody
     waits; the process group can't be used any more."""
     with contextlib.suppress(RuntimeError):
         if not store.check(["failed"]):
             store.set("failed", reason)
-    if dist.get_backend() == "nccl":
-        dist.group.WORLD.abort()
-        return
-    # gloo has no call for it, but a receive that runs out of time breaks the connections to all
-    # ranks at once; one from a rank that is gone already does not.
-    for other in range(dist.get_world_size()):
-        if other != dist.get_rank():
-            with contextlib.suppress(RuntimeError):
-                work = dist.group.WORLD.recv([torch.zeros(1)], other, NOBODY)
-                work.wait(timedelta(milliseconds=1))
+    channels.sever()

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
+from minipipe.engine.channels import Channels
 from minipipe.engine.failure import PipelineError, broken
 from minipipe.lower import Message, Program
 
-MESSAGE, EXCHANGE = 0, 1  # tags: between stages, and what all ranks tell each other
 _SCALARS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
 
@@ -68,48 +67,24 @@ class Links:
     that it has been received; the rest is waited for at the end of the step.
     """
 
-    def __init__(self, program: Program, rank: int, device: torch.device, store):
-        self.rank, self.device, self._store = rank, device, store
-        backend = dist.get_backend()
-        self._nccl = backend == "nccl"
-        self._through_host = device.type != "cpu" and not self._nccl
-        self._where = device if self._nccl else torch.device("cpu")
+    def __init__(self, program: Program, channels: Channels, device: torch.device, store):
+        self.device, self._channels, self._store = device, channels, store
+        rank = channels.rank
+        self._where = device if channels.nccl else torch.device("cpu")  # gloo: through the host
         # An emulated link: takes message, size and the posting of it, returns a handle.
         self.carry: Callable[[Message, int, Callable[[], list]], Any] | None = None
         self.bytes_sent = self.bytes_posted = 0
         peers = {m.source for s in program.steps(rank) for m in s.receives}
         peers |= {m.target for s in program.steps(rank) for m in s.sends}
         self._incoming = {peer: program.channel(peer, rank) for peer in sorted(peers)}
-        self._groups = self._connect(program)
+        steps = [step for r in range(program.schedule.ranks) for step in program.steps(r)]
+        channels.connect(sorted({m[3:] for step in steps for m in step.sends}), self._where)
         self._settles = {peer: _settled(program, rank, peer) for peer in peers}
         self._outbox: dict[int, deque] = {peer: deque() for peer in peers}
         self._sent = dict.fromkeys(peers, 0)
         self._posted = dict.fromkeys(peers, 0)
         self._arriving: dict[Message, tuple] = {}
         self._number = {m: n for ms in self._incoming.values() for n, m in enumerate(ms)}
-
-    def _connect(self, program: Program) -> dict[tuple[int, int], object]:
-        """A process group for each direction of each pair, its connection made.
-
-        gloo keeps directions apart by itself; NCCL runs all messages of one communicator in one
-        order, so each direction gets a communicator of its own. All ranks go over all edges in
-        the same order, so that no first use can block another.
-        """
-        edges = sorted({m[3:] for r in range(program.schedule.ranks)
-                        for s in program.steps(r) for m in s.sends})  # fmt: skip
-        world = dist.group.WORLD
-        groups = {e: dist.new_group(list(e)) if self._nccl else world for e in edges}
-        probe = torch.zeros(1, device=self._where)
-        for source, target in edges:
-            group = groups[source, target]
-            if self.rank == source:
-                self._wait([group.send([probe], self._within(group, target), MESSAGE)])
-            elif self.rank == target:
-                self._wait([group.recv([probe], self._within(group, source), MESSAGE)])
-        return groups
-
-    def _within(self, group, rank: int) -> int:
-        return dist.get_group_rank(group, rank) if self._nccl else rank
 
     def begin(self) -> None:
         """Start a step: nothing posted, nothing sent."""
@@ -124,13 +99,11 @@ class Links:
             if item.python:
                 value = torch.tensor(value, dtype=item.dtype)
             if value is not None:
-                value = value.detach().contiguous()
-                tensors.append(value.cpu() if self._through_host else value)
+                tensors.append(value.detach().contiguous().to(self._where))
         self.bytes_sent += sum(t.numel() * t.element_size() for t in tensors)
         if announce:
             body = torch.frombuffer(bytearray(pickle.dumps(payload)), dtype=torch.uint8)
-            tensors = [torch.tensor([body.numel()]), body, *tensors]
-            tensors = [t.to(self._where) for t in tensors]
+            tensors = [torch.tensor([body.numel()]).to(self._where), body.to(self._where), *tensors]
         target = message.target
         self._sent[target] += 1
         if self.carry is None:
@@ -141,18 +114,14 @@ class Links:
             [self.carry(message, size, lambda: self._post_send(target, tensors))])
 
     def _post_send(self, target: int, tensors: list[torch.Tensor]) -> list:
-        group = self._groups[self.rank, target]
-        place = self._within(group, target)
         try:
-            return [group.send([t], place, MESSAGE) for t in tensors]
+            return [self._channels.send(target, tensor) for tensor in tensors]
         except RuntimeError as error:
             raise broken(self._store, error) from error
 
     def _post_receive(self, source: int, buffers: list[torch.Tensor]) -> list:
-        group = self._groups[source, self.rank]
-        place = self._within(group, source)
         try:
-            return [group.recv([b], place, MESSAGE) for b in buffers]
+            return [self._channels.receive(source, buffer) for buffer in buffers]
         except RuntimeError as error:
             raise broken(self._store, error) from error
 
@@ -195,7 +164,7 @@ class Links:
         self._wait(works)
         source = message.source
         self._settle(source, self._settles[source][self._number[message]])
-        if self._through_host:
+        if self._where != self.device:
             buffers = [b if b is None else b.to(self.device) for b in buffers]
         return tuple(
             b.item() if item.python else b
@@ -219,27 +188,6 @@ class Links:
         """Wait for every send that is still open."""
         for target in self._outbox:
             self._settle(target, self._sent[target])
-
-
-def exchange(own: torch.Tensor) -> torch.Tensor:
-    """The vectors [n] of all ranks as [ranks, n].
-
-    On gloo by messages to everybody: these take a fifth of the time of its all-gather.
-    """
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    if dist.get_backend() == "nccl":
-        own = own.cuda()
-        everyone = [torch.empty_like(own) for _ in range(ranks)]
-        dist.all_gather(everyone, own)
-        return torch.stack(everyone).cpu()
-    table = own.new_empty((ranks, *own.shape))
-    table[rank] = own
-    group, others = dist.group.WORLD, [r for r in range(ranks) if r != rank]
-    works = [group.recv([table[other]], other, EXCHANGE) for other in others]
-    works += [group.send([own], other, EXCHANGE) for other in others]
-    for work in works:
-        work.wait()
-    return table
 
 
 def _settled(program: Program, rank: int, peer: int) -> list[int]:
