@@ -21,9 +21,9 @@ from minipipe.engine.clock import Clock
 from minipipe.engine.failure import InputError, PipelineError, broken, fail
 from minipipe.engine.interpreter import Interpreter, Record, Work
 from minipipe.engine.links import Links
-from minipipe.engine.memory import Meter
 from minipipe.engine.overlap import make_stage
 from minipipe.lower import lower
+from minipipe.memory import Meter
 from minipipe.partition import cut
 from minipipe.results import Evaluation, StepResult, pack, unpack
 from minipipe.schedule import Schedule

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from minipipe.costs import Costs
-from minipipe.engine.memory import Meter
 from minipipe.engine.stage import Stage, as_values
+from minipipe.memory import Meter
 
 
 @dataclass(frozen=True)

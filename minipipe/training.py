@@ -19,7 +19,7 @@ from minipipe import models
 from minipipe.costs import Costs
 from minipipe.datasets import Dataset, batches, load
 from minipipe.emulation import Pace, measure_latency
-from minipipe.engine.memory import Meter
+from minipipe.memory import Meter
 from minipipe.pipeline import Pipeline
 from minipipe.schedule import Schedule
 

@@ -12,9 +12,9 @@ from minipipe.actions import Action
 from minipipe.engine.clock import Clock
 from minipipe.engine.failure import PipelineError
 from minipipe.engine.links import Links, Payload, describe
-from minipipe.engine.memory import Meter
 from minipipe.engine.stage import Stage, as_values
 from minipipe.lower import Message, Program
+from minipipe.memory import Meter
 
 # Receives are posted far ahead while their buffers take no more bytes than this.
 SPARE = 1 << 20

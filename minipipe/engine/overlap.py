@@ -12,8 +12,8 @@ from collections.abc import Generator
 import torch
 from torch import nn
 
-from minipipe.engine.memory import Meter
 from minipipe.engine.stage import Stage, as_values
+from minipipe.memory import Meter
 
 
 class Exchange(nn.Module):

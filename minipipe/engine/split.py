@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from minipipe.engine.memory import Meter
+from minipipe.memory import Meter
 
 _aten = torch.ops.aten
 

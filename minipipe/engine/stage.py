@@ -10,8 +10,8 @@ from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
-from minipipe.engine.memory import Meter
 from minipipe.engine.split import Catch, Deferred
+from minipipe.memory import Meter
 
 _run_backward = Variable._execution_engine.run_backward
 

@@ -8,8 +8,8 @@ from ranks import batch, keeps_nothing, linears, on_ranks, schedule
 from torch import nn
 
 import minipipe as mp
-from minipipe.engine.memory import Meter
 from minipipe.engine.stage import Stage
+from minipipe.memory import Meter
 from minipipe.pipeline import Pipeline
 
 pytestmark = pytest.mark.timeout(60)
