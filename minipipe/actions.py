@@ -1,7 +1,5 @@
 """An action and its text form: `3F5` is the forward pass of micro-batch 5 through stage 3."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 
@@ -39,10 +37,10 @@ class Action(NamedTuple):
     stage: int
     kind: str
     microbatch: int
-    overlapped: Action | None = None
+    overlapped: "Action | None" = None
 
     @property
-    def parts(self) -> tuple[Action, ...]:
+    def parts(self) -> tuple["Action", ...]:
         """The single actions: one, or forward and backward of an overlapped pair."""
         if self.overlapped is None:
             return (self,)
@@ -53,7 +51,7 @@ class Action(NamedTuple):
         return text if self.overlapped is None else f"({text};{self.overlapped})"
 
     @classmethod
-    def parse(cls, text: str) -> Action:
+    def parse(cls, text: str) -> "Action":
         """Read `3F5` or `(0F4;7B3)`, also in torch's spelling; ScheduleError for anything else."""
         if not isinstance(text, str):
             raise ScheduleError(f"{text!r} is not an action, nor its text, such as '3F5'")

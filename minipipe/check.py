@@ -3,8 +3,6 @@
 Rows and places are counted from 0, as ranks, stages and micro-batches are.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from fractions import Fraction
 from itertools import accumulate, pairwise, product
@@ -299,14 +297,10 @@ def memory_levels(schedule: Schedule, costs: Costs) -> list[list[tuple[Number, N
     rows, scale = _kept(schedule, costs)
     result = []
     for row, changes in zip(schedule.rows, rows, strict=True):
-        levels, level = [], 0
-        following = iter(changes)
+        levels, level, following = [], 0, iter(changes)
         for action in row:
-            most = level
-            for _ in action.parts:
-                level += next(following)
-                most = max(most, level)
-            levels.append((most, level))
+            before, after = level, [level := level + next(following) for _ in action.parts]
+            levels.append((max(before, *after), level))
         result.append(levels)
     return [[(exact(Fraction(most, scale)), exact(Fraction(level, scale)))
              for most, level in levels] for levels in result] if scale > 1 else result  # fmt: skip

@@ -1,7 +1,5 @@
 """What actions, messages and kept activations cost: numbers in, exact numbers a stage out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -13,6 +11,8 @@ from minipipe.schedule import Schedule
 
 Number = int | float | Fraction
 PerStage = Number | Sequence[Number]
+_TIMES = {"F": "forward", "I": "backward_input", "W": "backward_weight", "R": "recompute",
+          "U": "update"}  # fmt: skip
 PerLink = Number | Mapping[tuple[int, int], Number] | None
 
 
@@ -59,9 +59,8 @@ class Costs:
             value, name, legal = getattr(self, field.name), field.name, Sequence
             if name in ("latency", "bandwidth"):
                 legal = Mapping
-                if isinstance(value, Mapping) and not all(
-                    isinstance(key, tuple) and [*map(type, key)] == [int, int] for key in value
-                ):
+                keys = value if isinstance(value, Mapping) else ()
+                if not all(isinstance(k, tuple) and [*map(type, k)] == [int, int] for k in keys):
                     raise TypeError(f"{name} needs pairs (source rank, target rank) as keys")
             if name == "exchange" or not isinstance(value, legal) or isinstance(value, str | bytes):
                 values = [value]
@@ -82,18 +81,16 @@ class Costs:
     def per_stage(self, name: str, schedule: Schedule) -> list[Number]:
         """The costs called `name` of each stage of a schedule, exact."""
         if len(schedule.holders) < schedule.stages:
-            raise ScheduleError(
-                f"only {len(schedule.holders)} of the stages 0 to {schedule.stages - 1} are in the "
-                "rows; check says which are not"
-            )
+            there, last = len(schedule.holders), schedule.stages - 1
+            raise ScheduleError(f"only {there} of the stages 0 to {last} are in the rows; check "
+                                "says which are not")  # fmt: skip
         value = getattr(self, name)
         if name == "recompute" and value is None:
             return self.per_stage("forward", schedule)
         if isinstance(value, Sequence):
             if len(value) != schedule.stages:
-                raise ValueError(
-                    f"{name} has {len(value)} costs, but the schedule has {schedule.stages} stages"
-                )
+                raise ValueError(f"{name} has {len(value)} costs, but the schedule has "
+                                 f"{schedule.stages} stages")  # fmt: skip
             return list(value)
         if name in ("message_size", "update"):
             return [value] * schedule.stages
@@ -101,10 +98,8 @@ class Costs:
 
     def link(self, source: int, target: int, size: Number) -> tuple[Number, Number]:
         """Latency and time on the wire of a message of `size` from rank to rank."""
-        latency, bandwidth = (
-            value.get((source, target)) if isinstance(value, Mapping) else value
-            for value in (self.latency, self.bandwidth)
-        )
+        latency, bandwidth = (value.get((source, target)) if isinstance(value, Mapping) else value
+                              for value in (self.latency, self.bandwidth))  # fmt: skip
         wire = 0 if bandwidth is None or not size else Fraction(size) / Fraction(bandwidth)
         floats = isinstance(size, float) or isinstance(bandwidth, float)
         return latency or 0, float(wire) if floats else exact(wire)
@@ -127,15 +122,15 @@ def pair_time(forward: Number, backward: Number, exchange: Number) -> Number:
     return exact(max((1 - exchange) * (forward + backward), forward, backward))
 
 
+def stage_times(costs: Costs, schedule: Schedule) -> dict[str, list[Number]]:
+    """The times of each kind of action, by stage."""
+    times = {kind: costs.per_stage(name, schedule) for kind, name in _TIMES.items()}
+    return times | {"B": [i + w for i, w in zip(times["I"], times["W"], strict=True)]}
+
+
 def action_time(costs: Costs, schedule: Schedule) -> Callable:
     """A function from an action, or an overlapped pair, to its time."""
-    stages = {n: costs.per_stage(n, schedule) for n in ("forward", "backward_input",
-              "backward_weight", "recompute", "update")}  # fmt: skip
-    backward = [i + w for i, w in
-                zip(stages["backward_input"], stages["backward_weight"], strict=True)]  # fmt: skip
-    times = {"F": stages["forward"], "B": backward, "I": stages["backward_input"],
-             "W": stages["backward_weight"], "R": stages["recompute"],
-             "U": stages["update"]}  # fmt: skip
+    times = stage_times(costs, schedule)
 
     def time(action) -> Number:
         stage, kind, _, other = action
@@ -149,6 +144,5 @@ def action_time(costs: Costs, schedule: Schedule) -> Callable:
 def common_scale(numbers) -> int:
     """The least factor that makes all fractions whole; 1 where a float is among them."""
     numbers = list(numbers)
-    if any(not isinstance(n, Rational) for n in numbers):
-        return 1
-    return math.lcm(*(n.denominator for n in numbers)) if numbers else 1
+    exact = all(isinstance(n, Rational) for n in numbers)
+    return math.lcm(*(n.denominator for n in numbers)) if exact else 1

@@ -5,8 +5,6 @@ to the stage before. Where both stages stand on one rank, that rank hands over b
 there is a message. Simulator and engine run the same lowered program.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter
 from itertools import accumulate, chain

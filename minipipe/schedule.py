@@ -1,12 +1,11 @@
 """A schedule is its rows: one a rank. Everything else about it follows from them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from fractions import Fraction
 from functools import cached_property
+from itertools import starmap
 from operator import itemgetter
 
 from minipipe.actions import KINDS, Action, ScheduleError
@@ -48,27 +47,20 @@ class Schedule:
     def __init__(self, rows: Iterable[Iterable[Action | str]], name: str = ""):
         if isinstance(rows, _UNORDERED) or not isinstance(rows, Iterable):
             raise ScheduleError("rows must be lists of actions; Schedule.parse reads text")
-        self.rows: tuple[tuple[Action, ...], ...] = tuple(
-            _row(number, row) for number, row in enumerate(rows)
-        )
+        self.rows: tuple[tuple[Action, ...], ...] = tuple(starmap(_row, enumerate(rows)))
         self.name = name
         if not any(self.rows):
             raise ScheduleError("the schedule has no actions")
 
     @classmethod
-    def parse(cls, text: str, name: str = "") -> Schedule:
+    def parse(cls, text: str, name: str = "") -> "Schedule":
         """Read rows from text: cells apart by blanks or commas, `#` starts a comment, `-` is a
         row without actions. Raises ScheduleError with row and place of what can't be read."""
         if not isinstance(text, str):
             raise TypeError(f"Schedule.parse reads text, not {type(text).__name__}")
-        rows = []
-        for line in text.removeprefix("\ufeff").splitlines():
-            line = line.split("#", 1)[0].strip()
-            if not line:
-                continue
-            cells = _CELL.findall(line)
-            rows.append(cells if cells != ["-"] else [])
-        return cls(rows, name)
+        lines = (line.split("#")[0] for line in text.removeprefix("\ufeff").splitlines())
+        rows = [_CELL.findall(line) for line in lines if line.strip()]
+        return cls([cells if cells != ["-"] else [] for cells in rows], name)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) or "-" for row in self.rows)
@@ -92,9 +84,8 @@ class Schedule:
         if unknown:
             raise ScheduleError(f"torch has no action {' or '.join(unknown)}: nothing is written")
         if self.copies:
-            raise ScheduleError(
-                f"torch can't hold copies of a stage (here of {self.copies}): nothing is written"
-            )
+            raise ScheduleError(f"torch can't hold copies of a stage (here of {self.copies}): "
+                                "nothing is written")  # fmt: skip
         cells = ([f"{a}OVERLAP_F_B" if a.overlapped else str(a) for a in row] for row in self.rows)
         return "".join((",".join(row) or ",") + "\n" for row in cells)
 

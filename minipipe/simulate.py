@@ -1,7 +1,5 @@
 """Predict a run: event by event over the lowered program, exact."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain

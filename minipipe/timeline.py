@@ -1,7 +1,5 @@
 """When each action ran: one class for what was predicted and for what was measured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cached_property
@@ -93,10 +91,8 @@ class Timeline:
     def spans(self) -> tuple[Span, ...]:
         """All actions with their times, rank after rank."""
         actions = ((rank, a) for rank, row in enumerate(self.schedule.rows) for a in row)
-        return tuple(
-            Span(rank, action, self._time(start), self._time(end))
-            for (rank, action), start, end in zip(actions, self._starts, self._ends, strict=True)
-        )
+        times = zip(map(self._time, self._starts), map(self._time, self._ends), strict=True)
+        return tuple(Span(*one, *time) for one, time in zip(actions, times, strict=True))
 
     def spans_of(self, rank: int) -> tuple[Span, ...]:
         """The actions of one rank, in its order."""
@@ -110,10 +106,17 @@ class Timeline:
 
     @cached_property
     def _busy(self) -> list[Number]:
+        return [sum(map(sub, self._ends[begin:end], self._starts[begin:end]))
+                for begin, end in pairwise(self._first)]  # fmt: skip
+
+    @property
+    def _own(self) -> list[tuple[Number, Number, Number]]:
+        """Each rank's first start, last end (of nothing: the makespan), and busy time."""
         return [
-            sum(map(sub, self._ends[begin:end], self._starts[begin:end]))
-            for begin, end in pairwise(self._first)
-        ]
+            (self._starts[begin], self._ends[end - 1], busy) if end > begin else
+            (self._makespan, self._makespan, 0)
+            for (begin, end), busy in zip(pairwise(self._first), self._busy, strict=True)
+        ]  # fmt: skip
 
     @property
     def makespan(self) -> Number:
@@ -134,10 +137,7 @@ class Timeline:
     def bubble(self) -> Bubble:
         """The four bubbles, each under its own name."""
         total, ideal = self._makespan, max(self._busy)
-        own = []
-        for (begin, end), busy in zip(pairwise(self._first), self._busy, strict=True):
-            span = self._ends[end - 1] - self._starts[begin] if end > begin else 0
-            own.append(ratio(span - busy, span))
+        own = (ratio(end - begin - busy, end - begin) for begin, end, busy in self._own)
         return Bubble(
             idle_over_total=ratio(total * self.schedule.ranks - sum(self._busy),
                                   total * self.schedule.ranks),
@@ -149,13 +149,9 @@ class Timeline:
     @cached_property
     def waiting(self) -> tuple[Waiting, ...]:
         """Each rank's idle time, split into fill, inside and drain."""
-        result = []
-        for (begin, end), busy in zip(pairwise(self._first), self._busy, strict=True):
-            start = self._starts[begin] if end > begin else self._makespan
-            stop = self._ends[end - 1] if end > begin else self._makespan
-            parts = (start, stop - start - busy, self._makespan - stop)
-            result.append(Waiting(*map(self._time, parts)))
-        return tuple(result)
+        last = self._makespan
+        parts = ((begin, end - begin - busy, last - end) for begin, end, busy in self._own)
+        return tuple(Waiting(*map(self._time, part)) for part in parts)
 
     @cached_property
     def levels(self) -> Levels:

@@ -5,7 +5,6 @@ from minipipe.actions import Action
 
 def inference(ranks: int, microbatches: int, chunks: int = 1) -> list[list[Action]]:
     """The staircase: a micro-batch after the other through all stages, nothing back.
-
     ```
     0F0 0F1 0F2 0F3
     1F0 1F1 1F2 1F3
@@ -15,13 +14,8 @@ def inference(ranks: int, microbatches: int, chunks: int = 1) -> list[list[Actio
     With chunks, groups of `ranks` micro-batches go round the ranks once a chunk. Idle/total is
     (p - 1)/(vm + p - 1) where p divides m.
     """
-    groups = range(0, microbatches, ranks)
-    return [
-        [
-            Action(chunk * ranks + rank, "F", m)
-            for group in groups
-            for chunk in range(chunks)
-            for m in range(group, min(group + ranks, microbatches))
-        ]
-        for rank in range(ranks)
-    ]
+    return [[Action(stage, "F", m)
+             for group in range(0, microbatches, ranks)
+             for stage in range(rank, chunks * ranks, ranks)
+             for m in range(group, min(group + ranks, microbatches))]
+            for rank in range(ranks)]  # fmt: skip

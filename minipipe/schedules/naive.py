@@ -5,7 +5,6 @@ from minipipe.actions import Action
 
 def naive(ranks: int, microbatches: int) -> list[list[Action]]:
     """Each micro-batch goes all the way forward and back before the next one starts.
-
     ```
     0F0 0B0 0F1 0B1
     1F0 1B0 1F1 1B1
@@ -14,7 +13,5 @@ def naive(ranks: int, microbatches: int) -> list[list[Action]]:
     ```
     Idle/total is (p - 1)/p (GPipe, arXiv 1811.06965, figure 2b); a rank keeps 1 micro-batch.
     """
-    return [
-        [Action(rank, kind, m) for m in range(microbatches) for kind in "FB"]
-        for rank in range(ranks)
-    ]
+    return [[Action(rank, kind, m) for m in range(microbatches) for kind in "FB"]
+            for rank in range(ranks)]  # fmt: skip

@@ -1,11 +1,10 @@
 """1F1B: one forward, one backward, so that a rank keeps few micro-batches."""
 
-from minipipe.actions import Action
+from minipipe.schedules.rows import Rows, looped
 
 
-def one_f_one_b(ranks: int, microbatches: int, recompute: bool = False) -> list[list[Action]]:
+def one_f_one_b(ranks: int, microbatches: int, recompute: bool = False) -> Rows:
     """Warm-up of forwards, a steady state of one forward and one backward, cool-down.
-
     ```
     0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0B3 0B4 0B5
     1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5
@@ -16,14 +15,4 @@ def one_f_one_b(ranks: int, microbatches: int, recompute: bool = False) -> list[
     before each B. PipeDream-Flush (PipeDream-2BW, arXiv 2006.09503, section 3.2), DAPPLE; the
     warm-up is Megatron-LM's min(p - 1 - r, m), so m < p works too.
     """
-    back = "RB" if recompute else "B"
-    rows = []
-    for rank in range(ranks):
-        warm_up = min(ranks - 1 - rank, microbatches)
-        row = [Action(rank, "F", m) for m in range(warm_up)]
-        for m in range(microbatches):
-            if m + warm_up < microbatches:
-                row.append(Action(rank, "F", m + warm_up))
-            row += [Action(rank, kind, m) for kind in back]
-        rows.append(row)
-    return rows
+    return looped(ranks, microbatches, back="RB" if recompute else "B")

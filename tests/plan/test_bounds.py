@@ -86,3 +86,45 @@ def test_a_table_with_gaps_has_no_bound():
         lower_bound(Schedule.parse("999999999F0"))
     with pytest.raises(TypeError, match="a Schedule is needed"):
         lower_bound("0F0")
+
+
+@pytest.mark.parametrize("memory, bound", [(None, 33), (4, 33), (3, 39), (2, 51), (1, 96)])
+def test_one_stage_a_rank_with_a_memory_limit(memory, bound):
+    schedule = build("1f1b", ranks=4, microbatches=8)
+    assert lower_bound(schedule, memory_limit=memory) == bound
+
+
+@pytest.mark.parametrize("p", [3, 4, 5, 8])
+@pytest.mark.parametrize("name", ["v-half", "v-min"])
+def test_v_placement_with_room_for_k_chunks_is_met(p, name):
+    for m in (2 * p, 2 * p + 3):
+        schedule = build(name, ranks=p, microbatches=m)
+        k = 2 * ((p + 2) // 2 if name == "v-half" else (p + 4) // 3)
+        bound = lower_bound(schedule, Costs(2, 2, 2), Q(k, 2))
+        assert bound == 6 * m + 6 * p - 1 - 3 * k
+        assert simulate(schedule, Costs(2, 2, 2)).makespan == bound
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(EVERY), times, times, times, times, times, times)
+def test_no_order_beats_the_bound_of_the_memory_that_it_takes(schedule, f, i, w, c, kept, late):
+    costs = Costs(f, i, w, latency=c, forward_size=kept, weight_size=late)
+    t = simulate(schedule, costs)
+    peak = max(t.peak_activations)
+    if peak:
+        bounds = [lower_bound(schedule, costs, limit) for limit in (peak, 2 * peak, None)]
+        assert t.makespan >= bounds[0] >= bounds[2] and bounds[1] >= bounds[2]
+
+
+def test_pairs_that_hide_an_exchange_count_what_remains():
+    schedule = common.order("dualpipev")
+    for memory in (None, Q(9, 2)):
+        bound = lower_bound(schedule, Costs(exchange=Q(1, 4)), memory)
+        assert bound <= simulate(schedule, Costs(exchange=Q(1, 4))).makespan
+        assert bound < lower_bound(schedule, memory_limit=memory)
+
+
+@pytest.mark.parametrize("limit", [0, -1, True, "2", float("nan")])
+def test_a_limit_is_a_positive_number(limit):
+    with pytest.raises(TypeError, match="memory_limit must be a number greater than 0"):
+        lower_bound(common.order("zb-v"), memory_limit=limit)
