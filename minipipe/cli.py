@@ -138,11 +138,14 @@ def parse_costs(text: str | None) -> Costs:
 
 
 def build_schedule(name: str, ranks: int | None, microbatches: int | None,
-                   **own: int | bool | None) -> Schedule:  # fmt: skip
-    """A schedule by name, or from a file of rows; `own` are arguments of the schedule, or None."""
+                   costs: Costs | None = None, **own: int | bool | None) -> Schedule:  # fmt: skip
+    """A schedule by name, or from a file of rows; `own` are arguments of the schedule, or None,
+    and costs are for those that take them into account."""
     from minipipe import SCHEDULES, ScheduleError, build
+    from minipipe.family import takes
 
     own = {key: value for key, value in own.items() if value not in (None, False)}
+    costs = {"costs": costs} if name in SCHEDULES and takes(name, "costs") else {}
     if name not in SCHEDULES and (name == "-" or Path(name).is_file()):
         given = own | {k: v for k, v in (("ranks", ranks), ("microbatches", microbatches)) if v}
         if given:
@@ -155,7 +158,7 @@ def build_schedule(name: str, ranks: int | None, microbatches: int | None,
         refuse(f"{name}: no such file, and no schedule: {', '.join(SCHEDULES)}")
     try:
         return build(name, ranks=4 if ranks is None else ranks,
-                     microbatches=8 if microbatches is None else microbatches, **own)
+                     microbatches=8 if microbatches is None else microbatches, **own, **costs)
     except ScheduleError as error:
         refuse(str(error))
 
@@ -177,13 +180,16 @@ def predict(schedule: Schedule, costs: Costs) -> Timeline:
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(
-        metavar="NAME", help="Name of a schedule, or a FILE of rows.")],
+    name: Annotated[str | None, typer.Argument(
+        metavar="NAME", help="Name of a schedule, or a FILE of rows.")] = None,
+    every: Annotated[bool, typer.Option(
+        "--all", help="Every schedule at this size, in one table.")] = False,
     ranks: Annotated[int | None, typer.Option(help="Number of ranks (4).")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Number of micro-batches (8).")] = None,
     chunks: Annotated[int | None, typer.Option(help="Stages a rank.")] = None,
     group: Annotated[int | None, typer.Option(
         help="Micro-batches of one chunk in a row (interleaved).")] = None,
+    waves: Annotated[int | None, typer.Option(help="Waves of stages (hanayo).")] = None,
     recompute: Annotated[bool, typer.Option(
         "--recompute", help="Keep inputs only and compute activations again.")] = False,
     costs: Annotated[str | None, typer.Option(
@@ -199,8 +205,14 @@ def show(
     from minipipe import ScheduleError, report
 
     prices = parse_costs(costs)
-    schedule = build_schedule(name, ranks, microbatches, chunks=chunks, group=group,
-                              recompute=recompute)  # fmt: skip
+    own = {"chunks": chunks, "group": group, "waves": waves, "recompute": recompute}
+    if every or name is None:
+        if name is not None or forward_only or not every:
+            refuse("give --all alone, without NAME and --forward-only" if every else
+                   "NAME is missing: a schedule, a file of rows, or --all")  # fmt: skip
+        cli_all.show_all(ranks, microbatches, prices, own, figure, as_json)
+        return
+    schedule = build_schedule(name, ranks, microbatches, costs=prices, **own)
     if forward_only:
         try:
             schedule = report.forward_part(schedule)
@@ -208,7 +220,7 @@ def show(
             refuse(f"--forward-only: {error}")
     t = predict(schedule, prices)
     if figure is not None:
-        _draw(t, figure)
+        draw("timeline", t, figure)
     if as_json:
         print_json(summary(t))
     elif forward_only:
@@ -236,11 +248,12 @@ def summary(t: Timeline) -> dict:
     }  # fmt: skip
 
 
-def _draw(t: Timeline, path: Path) -> None:
+def draw(kind: str, what: Any, path: Path) -> None:
+    """Write a figure, the function `kind` of plot; ends with 2 if the file can't be written."""
     from minipipe import plot
 
     try:
-        plot.save(plot.timeline(t), path)
+        plot.save(getattr(plot, kind)(what), path)
     except (OSError, ValueError) as error:
         refuse(f"--figure {path}: {error}")
     typer.echo(f"wrote {path}", err=True)
@@ -372,4 +385,4 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-from minipipe import cli_run  # noqa: E402, F401  (adds its commands to the app)
+from minipipe import cli_all, cli_plan, cli_run  # noqa: E402, F401  (they add their commands)

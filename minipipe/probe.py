@@ -20,11 +20,13 @@ class Probe:
     """Measured for each stage and one micro-batch.
 
     input_size: bytes of the stage's input. forward_size: bytes that autograd keeps from F to B.
-    message_size: bytes of the output. forward, backward: seconds of F and B, the least seen.
+    weight_size: bytes kept from I to W, where the backward pass is split. message_size: bytes of
+    the output. forward, backward: seconds of F and B, the least seen.
     """
 
     input_size: list[int]
     forward_size: list[int]
+    weight_size: list[int]
     message_size: list[int]
     forward: list[float]
     backward: list[float]
@@ -32,14 +34,15 @@ class Probe:
     def costs(self, costs: Costs | None = None) -> Costs:
         """Costs with the measured sizes, so that a simulation predicts bytes."""
         return replace(costs or Costs(), input_size=self.input_size,
-                       forward_size=self.forward_size, message_size=self.message_size)  # fmt: skip
+                       forward_size=self.forward_size, weight_size=self.weight_size,
+                       message_size=self.message_size)  # fmt: skip
 
 
 def probe(parts: list[nn.Sequential], inputs, targets, loss_fn: Callable,
           repeats: int = 5) -> Probe:  # fmt: skip
     """Run copies of all stages on one micro-batch; the model and the random numbers stay as they
     are. parts: what `partition.cut` gives. inputs, targets: one micro-batch [rows, …]."""
-    columns: list[list] = [[] for _ in range(5)]
+    columns: list[list] = [[] for _ in range(6)]
     with torch.random.fork_rng():
         values, single = as_values(inputs)
         for number, part in enumerate(parts):
@@ -59,12 +62,13 @@ def _one_stage(stage: Stage, values: tuple, single: bool, finish, repeats: int):
     """The figures of one stage, and what it hands to the next one."""
     needs = tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
     times: list[list[float]] = [[], []]
-    kept = 0
-    for _ in range(repeats):
+    kept = waiting = 0
+    for repeat in range(repeats + 1):
+        split = repeat == 0
         fresh = tuple(v.detach().clone() if needed else v for v, needed in
                       zip(values, needs, strict=True))  # fmt: skip
         start = time.perf_counter()
-        outputs = stage.forward(0, fresh, single, needs, finish)
+        outputs = stage.forward(0, fresh, single, needs, finish, split=split)
         middle = time.perf_counter()
         kept = stage.meter.level
         given, alone = as_values(outputs)
@@ -72,13 +76,17 @@ def _one_stage(stage: Stage, values: tuple, single: bool, finish, repeats: int):
                      if isinstance(v, torch.Tensor) and v.requires_grad]  # fmt: skip
         again = time.perf_counter()
         stage.backward(0, gradients)
+        if split:
+            waiting = stage.meter.level
+            stage.backward_weight(0)
+            continue
         times[0].append(middle - start)
         times[1].append(time.perf_counter() - again)
     handed = tuple(
         v.detach().contiguous().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor)
         else v for v in given
     )  # fmt: skip
-    row = (_bytes(values), kept, _bytes(given), min(times[0]), min(times[1]))
+    row = (_bytes(values), kept, waiting, _bytes(given), min(times[0]), min(times[1]))
     return row, handed, alone
 
 

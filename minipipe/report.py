@@ -230,7 +230,7 @@ def race_tables(entries: Sequence[dict], width: int = 124) -> list[Table]:
                       padding=(0, 1, 0, 0))  # fmt: skip
         table.add_column("entry", no_wrap=True)
         for heading in shown:
-            table.add_column(heading, justify="right")
+            table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
         for name, row in rows.items():
             table.add_row(name, *(row[heading] for heading in shown))
         tables.append(table)

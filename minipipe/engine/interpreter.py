@@ -12,6 +12,7 @@ from minipipe.actions import Action
 from minipipe.engine.clock import Clock
 from minipipe.engine.failure import PipelineError
 from minipipe.engine.links import Links, Payload, describe
+from minipipe.engine.overlap import offered, run_offered
 from minipipe.engine.stage import Stage, as_values
 from minipipe.lower import Message, Program
 from minipipe.memory import Meter
@@ -101,9 +102,7 @@ class Interpreter:
             if meter is not None:
                 meter.high = meter.level
             start = clock.begin(blocked)
-            parts = [(part, self.stages[part.stage].segments, self._do(part, work))
-                     for part in action.parts]  # fmt: skip
-            end = clock.run(parts, start)
+            end = clock.run(self._parts(action, work), start)
             record.starts.append(start)
             record.ends.append(end)
             if meter is not None:
@@ -137,14 +136,25 @@ class Interpreter:
             links.post(message, work.form)
             self._next += 1
 
-    def _do(self, part: Action, work: Work) -> Iterator[None]:
+    def _parts(self, action: Action, work: Work) -> list[tuple[Action, int, Iterator]]:
+        """The single actions with their numbers of segments and their work; one work for both
+        where the stages of a pair run it by a method of their own."""
+        stages = [self.stages[part.stage] for part in action.parts]
+        dropped = (action.stage, action.microbatch) in self._dropped
+        if len(stages) == 2 and not dropped and offered(*stages):
+            works = [self._do(part, work, paired=True) for part in action.parts]
+            return [(action, 1, run_offered(*works))]
+        return [(part, stage.segments, self._do(part, work))
+                for part, stage in zip(action.parts, stages, strict=True)]  # fmt: skip
+
+    def _do(self, part: Action, work: Work, paired: bool = False) -> Iterator[None]:
         """Do one action; stops at each exchange inside its stage."""
         stage = self.stages[part.stage]
         match part.kind:
             case "F":
-                yield from self._forward(stage, part.microbatch, work)
+                yield from self._forward(stage, part.microbatch, work, paired)
             case "B" | "I":
-                yield from self._backward(stage, part.microbatch, work)
+                yield from self._backward(stage, part.microbatch, work, paired)
             case "W":
                 stage.backward_weight(part.microbatch)
             case "R":
@@ -152,7 +162,8 @@ class Interpreter:
             case kind:
                 raise PipelineError(f"{part}: actions of kind {kind} can't be run yet")
 
-    def _forward(self, stage: Stage, microbatch: int, work: Work) -> Iterator[None]:
+    def _forward(self, stage: Stage, microbatch: int, work: Work,
+                 paired: bool) -> Iterator[None]:  # fmt: skip
         number = stage.number
         if number == 0:
             values, single = work.inputs[microbatch], work.single
@@ -168,7 +179,7 @@ class Interpreter:
             outputs = yield from stage.forward_parts(
                 microbatch, values, single, needs, finish,
                 drop=(number, microbatch) in self._dropped,
-                split=(number, microbatch) in self._split)  # fmt: skip
+                split=(number, microbatch) in self._split, paired=paired)  # fmt: skip
         else:
             outputs = stage.infer(values, single, finish)
         if number == self.last:
@@ -190,14 +201,15 @@ class Interpreter:
             values = tuple(v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values)
         self._values["F", number, microbatch] = values, payload
 
-    def _backward(self, stage: Stage, microbatch: int, work: Work) -> Iterator[None]:
+    def _backward(self, stage: Stage, microbatch: int, work: Work,
+                  paired: bool) -> Iterator[None]:  # fmt: skip
         number = stage.number
         if number == self.last:
             weight = torch.full_like(work.results[microbatch], work.weights[microbatch])
             gradients = [weight] * stage.wants(microbatch)
         else:
             gradients, _ = self._values.pop(("B", number + 1, microbatch))
-        gradients = yield from stage.backward_parts(microbatch, gradients)
+        gradients = yield from stage.backward_parts(microbatch, gradients, paired)
         if number:
             form = work.forms["B", number, microbatch]
             self._values["B", number, microbatch] = tuple(gradients), form

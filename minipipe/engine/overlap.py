@@ -7,7 +7,8 @@ micro-batch computes while the other one exchanges (DeepSeek-V3, arXiv 2412.1943
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import contextlib
+from collections.abc import Generator, Iterator
 
 import torch
 from torch import nn
@@ -17,9 +18,8 @@ from minipipe.memory import Meter
 
 
 class Exchange(nn.Module):
-    """Marks, as a layer of its own in an nn.Sequential, where a stage exchanges its values with
-    other devices. Here there are none, so that it passes them on as they are; on an emulated
-    device it takes its share of the action's time (`Costs.exchange`)."""
+    """Marks, as a layer of an nn.Sequential, where a stage exchanges its values with other devices.
+    Here it passes them on; on an emulated device it takes `Costs.exchange` of an action's time."""
 
     def forward(self, values):
         return values
@@ -28,8 +28,7 @@ class Exchange(nn.Module):
 class ChainedStage:
     """A stage that is cut at its exchanges: a chain of stages on one rank, run part by part.
 
-    It does what `Stage` does; its `forward_parts` and `backward_parts` stop at each exchange, so
-    that something else can be computed meanwhile.
+    Its `forward_parts` and `backward_parts` stop there, so that something else can be computed.
     """
 
     def __init__(self, module: nn.Sequential, number: int):
@@ -62,6 +61,7 @@ class ChainedStage:
             stage.meter = meter
 
     def forward_parts(self, microbatch: int, values: tuple, single: bool, needs, finish=None,
+                      paired: bool = False,
                       **options) -> Generator[None, None, object]:  # fmt: skip
         """As `Stage.forward`, but stops (yields) at each exchange."""
         *chain, last = self._chain
@@ -69,11 +69,13 @@ class ChainedStage:
             outputs = stage.forward(microbatch, values, single, needs, **options)
             values, single = as_values(outputs)
             needs = tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
-            values = tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in values)
+            # An exchange gives new tensors; the next part may change them in place.
+            values = tuple(v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values)
             yield
         return last.forward(microbatch, values, single, needs, finish, **options)
 
-    def backward_parts(self, microbatch: int, gradients) -> Generator[None, None, list]:
+    def backward_parts(self, microbatch: int, gradients,
+                       paired: bool = False) -> Generator[None, None, list]:  # fmt: skip
         """As `Stage.backward`, but stops (yields) at each exchange."""
         first, *chain = self._chain
         for stage in reversed(chain):
@@ -116,4 +118,29 @@ class ChainedStage:
 def make_stage(module: nn.Sequential, number: int) -> Stage | ChainedStage:
     """The stage of these layers, cut at its exchanges where it has any."""
     chained = any(isinstance(layer, Exchange) for layer in module)
-    return ChainedStage(module, number) if chained else Stage(module, number)
+    return (ChainedStage if chained else Stage)(module, number)
+
+
+def offered(forward: Stage, backward: Stage) -> bool:
+    """Whether two stages run their pairs by a method of their own, as DeepSeek's DualPipe has it:
+    both are one module each, of one class with a class method `overlapped_forward_backward`."""
+    kinds = {type(stage.module[0]) if len(stage.module) == 1 else None
+             for stage in (forward, backward)}  # fmt: skip
+    return len(kinds) == 1 and hasattr(kinds.pop(), "overlapped_forward_backward")
+
+
+def run_offered(forward: Generator, backward: Generator) -> Iterator[None]:
+    """Run a pair by its stages' own method, called as in DeepSeek's code:
+
+    `overlapped_forward_backward(module0, inputs0, criterion0, labels0, module1, loss1, outputs1,
+    output_grads1)` returns `outputs0, loss0`; it runs module0 forward on inputs0 (and criterion0,
+    where that isn't None, on outputs0 and labels0), and backward from loss1, or from outputs1 with
+    output_grads1 where loss1 is None.
+    """
+    ahead, back = next(forward), next(backward)
+    given = type(ahead[0]).overlapped_forward_backward(*ahead, *back)
+    for work, result in ((forward, given), (backward, None)):
+        with contextlib.suppress(StopIteration):
+            work.send(result)
+    return
+    yield

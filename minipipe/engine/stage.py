@@ -20,7 +20,7 @@ class _MicroBatch:
     """What a stage keeps of one micro-batch between its forward and its backward pass."""
 
     __slots__ = ("caught", "received", "roots", "inputs", "held", "random", "flags",
-                 "deferred")  # fmt: skip
+                 "deferred", "outputs")  # fmt: skip
 
     def __init__(self):
         self.caught = []  # one tuple of gradients, once the backward pass has reached the entry
@@ -28,6 +28,7 @@ class _MicroBatch:
         self.roots = []  # where the backward pass starts: at each output that was sent as
         # needing a gradient, or None where it turned out not to have one
         self.inputs = self.held = self.random = self.flags = None  # for a recompute only
+        self.outputs = None  # only where the module runs pairs by itself
         self.deferred = None  # the weight gradients that wait for W, where the backward is split
 
 
@@ -55,6 +56,7 @@ class Stage:
         self._deferred: dict[int, Deferred] = {}
         self._gate = torch.empty(0, requires_grad=True)
         self._spread = _takes_several(module[0])
+        self._offers = hasattr(module[0], "overlapped_forward_backward")
         tensors = (*module.parameters(), *module.buffers())
         self._own = {t.untyped_storage().data_ptr() for t in tensors}
 
@@ -76,8 +78,7 @@ class Stage:
         `recompute` will follow. split: weight gradients wait for `backward_weight`.
         """
         kept = self._kept[microbatch] = _MicroBatch()
-        if split:
-            kept.deferred = Deferred(self.module, self.meter)
+        kept.deferred = Deferred(self.module, self.meter) if split else None
         if not drop:
             return self._attach(kept, values, single, needs, finish)
         kept.inputs = values, single, needs, finish
@@ -95,15 +96,34 @@ class Stage:
                   for v, flag in zip(parts, kept.flags, strict=True))  # fmt: skip
         return next(marked) if alone else tuple(marked)
 
-    def forward_parts(self, *arguments, **options):
-        """`forward` as a generator, which stops at each exchange inside the stage: here none."""
-        return self.forward(*arguments, **options)
-        yield
+    def forward_parts(self, microbatch: int, values: tuple, single: bool, needs, finish=None, *,
+                      paired: bool = False, **options):  # fmt: skip
+        """`forward` as a generator, which stops at each exchange inside the stage: here none.
 
-    def backward_parts(self, microbatch: int, gradients):
-        """`backward` as a generator, like `forward_parts`."""
-        return self.backward(microbatch, gradients)
-        yield
+        paired: let somebody else run the module: stop once with module, inputs, criterion and
+        labels, and take outputs and loss.
+        """
+        if not paired:
+            return self.forward(microbatch, values, single, needs, finish, **options)
+        kept = self._kept[microbatch] = _MicroBatch()
+        kept.deferred = Deferred(self.module, self.meter) if options["split"] else None
+        values = self._enter(kept, values, needs)
+        criterion = finish and (lambda *given: finish(given[0] if len(given) == 1 else given))
+        with self._noting(kept):
+            outputs, loss = yield self.module[0], list(values), criterion, []
+        single = isinstance(outputs, torch.Tensor) or len(outputs) == 1
+        outputs = outputs[0] if single and not isinstance(outputs, torch.Tensor) else outputs
+        return self._leave(kept, outputs if finish is None else loss)
+
+    def backward_parts(self, microbatch: int, gradients, paired: bool = False):
+        """`backward` as a generator, like `forward_parts`; paired: stop once with module, loss,
+        outputs and their gradients, of which somebody else runs the backward pass."""
+        if not paired:
+            return self.backward(microbatch, gradients)
+        kept = self._kept.pop(microbatch)
+        loss = kept.outputs[0] * gradients[0] if kept.outputs[0].dim() == 0 else None
+        yield self.module[0], loss, kept.outputs, list(gradients)
+        return self._received(kept)
 
     def infer(self, values: tuple, single: bool, finish=None):
         """Run the layers without keeping anything."""
@@ -119,6 +139,22 @@ class Stage:
             self._attach(kept, *inputs)
 
     def _attach(self, kept: _MicroBatch, values: tuple, single: bool, needs, finish):
+        values = self._enter(kept, values, needs)
+        with self._noting(kept):
+            outputs = self._call(values, single)
+            if finish is not None:
+                outputs = finish(outputs)
+        return self._leave(kept, outputs)
+
+    @contextmanager
+    def _noting(self, kept: _MicroBatch):
+        """Count what autograd saves, and let weight gradients wait where the backward is split."""
+        with (self.meter.watch() if self.meter is not None else nullcontext(),
+              kept.deferred.noting() if kept.deferred is not None else nullcontext()):  # fmt: skip
+            yield
+
+    def _enter(self, kept: _MicroBatch, values: tuple, needs) -> tuple:
+        """The values as the graph's beginning, where gradients are caught."""
         if self.number == 0:
             # Micro-batches are views of the user's batch and share its version; where the stage
             # begins in place, each may only change its own.
@@ -129,11 +165,10 @@ class Stage:
             kept.received = [(v.shape, v.dtype, v.device) for v in wanted]
             fresh = iter(Catch.apply(kept.caught, self._gate, *wanted))
             values = tuple(next(fresh) if n else v for v, n in zip(values, needs, strict=True))
-        with (self.meter.watch() if self.meter is not None else nullcontext(),
-              kept.deferred.noting() if kept.deferred is not None else nullcontext()):  # fmt: skip
-            outputs = self._call(values, single)
-            if finish is not None:
-                outputs = finish(outputs)
+        return values
+
+    def _leave(self, kept: _MicroBatch, outputs):
+        """Remember where the backward pass will start."""
         parts, _ = as_values(outputs)
         flags = [isinstance(v, torch.Tensor) and v.requires_grad for v in parts]
         # Edges instead of outputs: an output that no operation saved can go once it is sent.
@@ -142,6 +177,8 @@ class Stage:
             for v, has_graph, sent in zip(parts, flags, kept.flags or flags, strict=True)
             if sent
         ]
+        if self._offers:
+            kept.outputs = [v for v, has_graph in zip(parts, flags, strict=True) if has_graph]
         return outputs
 
     def backward(self, microbatch: int, gradients) -> list[torch.Tensor]:
@@ -159,6 +196,10 @@ class Stage:
                           accumulate_grad=True)  # fmt: skip
         if kept.deferred is not None:
             self._deferred[microbatch] = kept.deferred
+        return self._received(kept)
+
+    def _received(self, kept: _MicroBatch) -> list[torch.Tensor]:
+        """The gradients that have arrived at the graph's beginning."""
         caught = kept.caught[0] if kept.caught else (None,) * len(kept.received)
         return [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
