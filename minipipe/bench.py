@@ -258,7 +258,7 @@ def _paced_pair(rank: int, baseline: Schedule, faster: Schedule, costs: Costs, e
             pace = Pace(costs)
             found[-1].append(pipe.step(*batch, pace=pace).timeline.makespan)
             if pace.overruns > 0.01 * pace.actions:
-                raise RuntimeError(f"{pace.overruns} of {pace.actions} actions overran: busy machine")
+                raise RuntimeError(f"{pace.overruns} of {pace.actions} actions overran their slots")
     return found
 
 

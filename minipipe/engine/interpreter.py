@@ -144,7 +144,7 @@ class Interpreter:
         if len(stages) == 2 and not dropped and offered(*stages):
             works = [self._do(part, work, paired=True) for part in action.parts]
             return [(action, 1, run_offered(*works))]
-        return [(part, stage.segments, self._do(part, work))
+        return [(part, stage.segments if part.kind in "FBI" else 1, self._do(part, work))
                 for part, stage in zip(action.parts, stages, strict=True)]  # fmt: skip
 
     def _do(self, part: Action, work: Work, paired: bool = False) -> Iterator[None]:

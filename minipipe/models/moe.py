@@ -31,7 +31,7 @@ class Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """(tokens, normed, weights) → (tokens, the experts' outputs [rows, experts, width], weights)."""
+    """(tokens, normed, weights) → (tokens, outputs [rows, experts, width], weights)."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
