@@ -4,7 +4,8 @@ While a micro-batch goes forward, Linear, Conv2d, LayerNorm and GroupNorm use th
 constants, so that autograd computes no gradient for them, and note down their input; the gradient
 for their output is caught on its way back. Both together give the weights' gradients whenever W
 comes (Zero Bubble, arXiv 2401.10241, section 2). Parameters of any other module, of a subclass of
-these four, or that are not plain parameters (parametrized ones), get their gradients in I.
+these four, or that are not plain parameters (parametrized ones), get their gradients in I; so does
+a bias whose weight is frozen.
 """
 
 from __future__ import annotations
@@ -50,11 +51,24 @@ class _Use:
         self.version, self.gradient = given._version, None
         self.held = [meter.hold(tensor) for tensor in (given, *extra)] if meter else []
 
-    def append(self, gradients: tuple[torch.Tensor, ...]) -> None:
+    def append(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """Take the gradient for the output."""
+        if gradients[0] is None:
+            return
+        if self.gradient is not None:
+            raise RuntimeError(f"a second gradient for one output of {self.layer}: what computes "
+                               "gradients in its forward can't be split into I and W")  # fmt: skip
         self.gradient = gradients[0]
         if self.meter is not None:
             self.held.append(self.meter.hold(self.gradient))
+
+    def catch(self, shape: torch.Size, gradient: torch.Tensor | None) -> None:
+        """Take the gradient for the output, as a hook."""
+        self.append((None if gradient is None else gradient.reshape(shape),))
+
+    def forget(self) -> None:
+        """Let go of everything; who keeps the output keeps its hook, and so this use."""
+        self.given = self.extra = self.gradient = self.held = None
 
 
 class Deferred:
@@ -64,11 +78,14 @@ class Deferred:
         self._module, self._meter = module, meter
         self._uses: list[_Use] = []
         self._gate = torch.empty(0, requires_grad=True)
+        self._hooks = None
 
     @contextmanager
     def noting(self):
         """Within this context the layers' weights are constants, and their uses are noted."""
-        layers = [m for m in self._module.modules() if _can_wait(m)]
+        self._hooks = _hooks()
+        layers = [m for m in self._module.modules()
+                  if type(m) in _FORWARD and "forward" not in m.__dict__]  # fmt: skip
         for layer in layers:
             layer.__dict__["forward"] = partial(self._forward, layer)
         try:
@@ -77,13 +94,17 @@ class Deferred:
             for layer in layers:
                 del layer.__dict__["forward"]
 
-    def _forward(self, layer: nn.Module, given: torch.Tensor) -> torch.Tensor:
-        output, *extra = _FORWARD[type(layer)](layer, given, layer.weight.detach(),
+    def _forward(self, layer: nn.Module, input: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled() or not _can_wait(layer) or _hooks() != self._hooks:
+            return type(layer).forward(layer, input)
+        output, *extra = _FORWARD[type(layer)](layer, input, layer.weight.detach(),
                                                None if layer.bias is None else layer.bias.detach())
-        use = _Use(layer, given.detach(), tuple(extra), self._meter)
+        use = _Use(layer, input.detach(), tuple(extra), self._meter)
         self._uses.append(use)
         if output.requires_grad:
-            output.register_hook(lambda gradient: use.append((gradient,)))
+            # An in-place operation on a view cuts it from its history, but not what it views.
+            whole = output._base if output._is_view() else output
+            whole.register_hook(partial(use.catch, output.shape))
             return output
         return Catch.apply(use, self._gate, output)[0]
 
@@ -93,6 +114,7 @@ class Deferred:
         while self._uses:
             use = self._uses.pop()
             if use.gradient is None:
+                use.forget()
                 continue
             if use.given._version != use.version:
                 raise RuntimeError(f"the input of {use.layer} was modified by an inplace operation")
@@ -101,6 +123,7 @@ class Deferred:
                       and layer.bias.requires_grad]  # fmt: skip
             found = _WEIGHT[type(layer)](layer, use.given.to(use.gradient.dtype), use.gradient,
                                          use.extra, wanted)  # fmt: skip
+            use.forget()
             for parameter, gradient, want in zip((layer.weight, layer.bias), found, wanted,
                                                  strict=True):  # fmt: skip
                 if want:
@@ -114,15 +137,20 @@ class Deferred:
 
 
 def _can_wait(layer: nn.Module) -> bool:
-    """Whether a layer's weight gradients can wait for W."""
-    if type(layer) not in _FORWARD or "forward" in layer.__dict__:
-        return False
+    """Whether a layer's weight gradients can wait for W: asked at each use, as a hook or a
+    functional call may have put something else in the place of its parameters."""
     weight, bias = layer.weight, layer.bias
-    trained = [p for p in (weight, bias) if p is not None and p.requires_grad]
-    plain = all(isinstance(p, nn.Parameter) and p.is_leaf for p in trained)
+    plain = all(isinstance(p, nn.Parameter) for p in (weight, bias) if p is not None)
     simple = type(layer) is not nn.Conv2d or (
         layer.padding_mode == "zeros" and not isinstance(layer.padding, str))
-    return weight is not None and bool(trained) and plain and simple
+    return (plain and simple and weight is not None and weight.requires_grad
+            and not weight.is_complex())  # fmt: skip
+
+
+def _hooks():
+    """Who handles what autograd saves: within a checkpoint's own hooks, nothing may wait."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top and top(False)
 
 
 def _linear(layer, given, weight, bias):
@@ -161,14 +189,14 @@ def _layer_norm_weight(layer, given, gradient, extra, wanted):
 def _group_norm(layer, given, weight, bias):
     rows, channels = given.shape[:2]
     return torch.native_group_norm(given, weight, bias, rows, channels,
-                                   given[0, 0].numel(), layer.num_groups, layer.eps)  # fmt: skip
+                                   given.shape[2:].numel(), layer.num_groups, layer.eps)  # fmt: skip
 
 
 def _group_norm_weight(layer, given, gradient, extra, wanted):
     rows, channels = given.shape[:2]
     return _aten.native_group_norm_backward(
         gradient.contiguous(), given.contiguous(), *extra, layer.weight.detach(), rows, channels,
-        given[0, 0].numel(), layer.num_groups, [False, *wanted])[1:]  # fmt: skip
+        given.shape[2:].numel(), layer.num_groups, [False, *wanted])[1:]  # fmt: skip
 
 
 _FORWARD = {nn.Linear: _linear, nn.Conv2d: _conv, nn.LayerNorm: _layer_norm,

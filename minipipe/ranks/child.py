@@ -147,6 +147,17 @@ def _settle() -> None:
     numpy.random.seed()  # else forked ranks draw the same numbers, in every launch
     torch.manual_seed(67280421310721)  # as in a fresh process, also where a rank is used again
     torch.set_num_threads(task.threads)
+    _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc not to give freed memory back to the system: the next micro-batch wants it again,
+    and each new page costs a fault."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            mallopt = ctypes.CDLL(None).mallopt
+            for setting in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+                mallopt(setting, 1 << 30)
 
 
 def _flush() -> None:
