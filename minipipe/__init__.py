@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 _LATER = {
     "Pipeline": "minipipe.pipeline",
     "StepResult": "minipipe.results",
-    "PipelineError": "minipipe.engine.failure",
+    "PipelineError": "minipipe.ranks.failure",
     "Pace": "minipipe.emulation",
     "launch": "minipipe.ranks.launch",
     "RankError": "minipipe.ranks.launch",

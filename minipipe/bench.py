@@ -50,14 +50,19 @@ def _case(name: str, case: str, ours: list[float], theirs: list[float], unit: st
 
 
 def in_turns(repeats: int, *sides: Callable[[], object]) -> list[list[float]]:
-    """Seconds of each side in each repetition, one after the other; the first is not counted."""
+    """Seconds of each side in each repetition, one after the other; the first is not counted. All
+    ranks start at the same moment, which rank 0 names."""
+    import torch
     import torch.distributed as dist
 
     times: list[list[float]] = [[] for _ in sides]
     for repetition in range(repeats + 1):
         for side, measured in zip(sides, times, strict=True):
             dist.barrier()
-            start = time.perf_counter()
+            moment = torch.tensor([time.perf_counter() + 0.01], dtype=torch.float64)
+            dist.broadcast(moment, 0)
+            start = float(moment)
+            time.sleep(max(0.0, start - time.perf_counter()))
             side()
             if repetition:
                 measured.append(time.perf_counter() - start)

@@ -16,15 +16,15 @@ from torch import nn
 from minipipe.batch import as_batch, joined, problem, row_counts, split, whole
 from minipipe.check import check
 from minipipe.emulation import Pace
-from minipipe.engine.channels import Channels
 from minipipe.engine.clock import Clock
-from minipipe.engine.failure import InputError, PipelineError, broken, fail
 from minipipe.engine.interpreter import Interpreter, Record, Work
 from minipipe.engine.links import Links
 from minipipe.engine.overlap import make_stage
 from minipipe.lower import lower
 from minipipe.memory import Meter
 from minipipe.partition import cut
+from minipipe.ranks.channels import Channels
+from minipipe.ranks.failure import InputError, PipelineError, broken, fail
 from minipipe.results import Evaluation, StepResult, pack, unpack
 from minipipe.schedule import Schedule
 

@@ -10,12 +10,12 @@ import torch
 
 from minipipe.actions import Action
 from minipipe.engine.clock import Clock
-from minipipe.engine.failure import PipelineError
-from minipipe.engine.links import Links, Payload, describe
+from minipipe.engine.links import Links, Payload, describe, fits
 from minipipe.engine.overlap import offered, run_offered
 from minipipe.engine.stage import Stage, as_values
 from minipipe.lower import Message, Program
 from minipipe.memory import Meter
+from minipipe.ranks.failure import PipelineError
 
 # Receives are posted far ahead while their buffers take no more bytes than this.
 SPARE = 1 << 20
@@ -171,7 +171,7 @@ class Interpreter:
         else:
             values, payload = self._values.pop(("F", number - 1, microbatch))
             single = payload.single
-            needs = tuple(item.needs_gradient for item in payload.items)
+            needs = payload.needs
             if work.announce:
                 work.learn(number - 1, microbatch, payload)
         finish = work.finish[microbatch] if number == self.last and work.finish else None
@@ -186,16 +186,16 @@ class Interpreter:
             work.results[microbatch] = outputs if not work.keep_graph else outputs.detach()
             return
         values, single = as_values(outputs)
-        payload = describe(values, single, number)
+        known = work.forms.get(("F", number, microbatch))
+        payload = known if known and fits(known, values) else describe(values, single, number)
         values = tuple(map(stage.apart, values))
         if work.announce:
             work.learn(number, microbatch, payload)
-        elif work.forms["F", number, microbatch] != payload:
-            known = _shapes(work.forms["F", number, microbatch])
+        elif payload is not known and payload != known:
             raise PipelineError(
                 f"stage {number} gives {_shapes(payload)} for micro-batch {microbatch}, in an "
-                f"earlier step {known} for a batch of the same shape: what goes from stage to "
-                "stage must not depend on the data"
+                f"earlier step {_shapes(known)} for a batch of the same shape: what goes from "
+                "stage to stage must not depend on the data"
             )
         if (number, "F", microbatch) in self._handed:
             values = tuple(v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values)

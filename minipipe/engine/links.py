@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minipipe.engine.channels import Channels
-from minipipe.engine.failure import PipelineError, broken
 from minipipe.lower import Message, Program
+from minipipe.ranks.channels import Channels
+from minipipe.ranks.failure import PipelineError, broken
 
 _SCALARS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
@@ -25,15 +25,35 @@ class Item(NamedTuple):
     python: bool = False
 
 
-class Payload(NamedTuple):
-    """The form of what goes from stage to stage, known on both sides: `items`, or one `single`."""
+class Payload:
+    """The form of what goes from stage to stage, known on both sides: `items`, or one `single`.
 
-    items: tuple[Item, ...]
-    single: bool
+    size: bytes of all tensors. plain: nothing but tensors. needs: which items want a gradient.
+    """
+
+    def __init__(self, items: tuple[Item, ...], single: bool):
+        self.items, self.single = items, single
+        self.plain = all(item.dtype is not None and not item.python for item in items)
+        self.size = sum(item.shape.numel() * item.dtype.itemsize for item in items if item.dtype)
+        self.needs = tuple(item.needs_gradient for item in items)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Payload) and (self.items, self.single) == (other.items,
+                                                                            other.single)
 
     def gradients(self) -> Payload:
         """The form of what comes back: one gradient for each value that needs one."""
         return Payload(tuple(item for item in self.items if item.needs_gradient), False)
+
+
+def fits(payload: Payload, values: tuple) -> bool:
+    """Whether values are tensors of this form, so that it need not be described again."""
+    items = payload.items
+    return len(items) == len(values) and all(
+        isinstance(value, torch.Tensor) and value.shape == item.shape and not item.python
+        and value.dtype == item.dtype and value.requires_grad == item.needs_gradient
+        for value, item in zip(values, items, strict=True)
+    )  # fmt: skip
 
 
 def describe(values: tuple, single: bool, stage: int) -> Payload:
@@ -94,13 +114,13 @@ class Links:
 
     def send(self, message: Message, values: tuple, payload: Payload, announce: bool) -> None:
         """Send values to the message's target, its form first where `announce`; never blocks."""
-        tensors = []
-        for value, item in zip(values, payload.items, strict=True):
-            if item.python:
-                value = torch.tensor(value, dtype=item.dtype)
-            if value is not None:
-                tensors.append(value.detach().contiguous().to(self._where))
-        self.bytes_sent += sum(t.numel() * t.element_size() for t in tensors)
+        if not payload.plain:
+            values = [torch.tensor(v, dtype=item.dtype) if item.python else v
+                      for v, item in zip(values, payload.items, strict=True)]  # fmt: skip
+        tensors = [v.detach().contiguous() for v in values if v is not None]
+        if self._where != self.device:
+            tensors = [tensor.to(self._where) for tensor in tensors]
+        self.bytes_sent += payload.size
         if announce:
             body = torch.frombuffer(bytearray(pickle.dumps(payload)), dtype=torch.uint8)
             tensors = [torch.tensor([body.numel()]).to(self._where), body.to(self._where), *tensors]
@@ -139,7 +159,7 @@ class Links:
             ]  # fmt: skip
             works = self._post_receive(source, [b for b in buffers if b is not None])
             self._arriving[following] = buffers, works, payload
-            self.bytes_posted += sum(b.nbytes for b in buffers if b is not None)
+            self.bytes_posted += payload.size
 
     def receive_announced(self, message: Message, payload_of: Callable[[Message], Payload]) -> None:
         """Post the receive of a message, after those before it, where an activation's form is
@@ -160,16 +180,16 @@ class Links:
     def take(self, message: Message) -> tuple[tuple, Payload]:
         """Wait for a posted message; its values, and their form."""
         buffers, works, payload = self._arriving.pop(message)
-        self.bytes_posted -= sum(b.nbytes for b in buffers if b is not None)
+        self.bytes_posted -= payload.size
         self._wait(works)
         source = message.source
         self._settle(source, self._settles[source][self._number[message]])
         if self._where != self.device:
             buffers = [b if b is None else b.to(self.device) for b in buffers]
-        return tuple(
-            b.item() if item.python else b
-            for b, item in zip(buffers, payload.items, strict=True)
-        ), payload  # fmt: skip
+        if not payload.plain:
+            buffers = [b.item() if item.python else b
+                       for b, item in zip(buffers, payload.items, strict=True)]  # fmt: skip
+        return tuple(buffers), payload
 
     def _wait(self, works: list) -> None:
         try:

@@ -10,6 +10,7 @@ a bias whose weight is frozen.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -84,7 +85,7 @@ class Deferred:
     def noting(self):
         """Within this context the layers' weights are constants, and their uses are noted."""
         self._hooks = _hooks()
-        layers = [m for m in self._module.modules()
+        layers = [m for m in dict.fromkeys(_traceable(self._module))
                   if type(m) in _FORWARD and "forward" not in m.__dict__]  # fmt: skip
         for layer in layers:
             layer.__dict__["forward"] = partial(self._forward, layer)
@@ -95,7 +96,8 @@ class Deferred:
                 del layer.__dict__["forward"]
 
     def _forward(self, layer: nn.Module, input: torch.Tensor) -> torch.Tensor:
-        if not torch.is_grad_enabled() or not _can_wait(layer) or _hooks() != self._hooks:
+        if (torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _can_wait(layer)
+                or _hooks() != self._hooks):  # fmt: skip
             return type(layer).forward(layer, input)
         output, *extra = _FORWARD[type(layer)](layer, input, layer.weight.detach(),
                                                None if layer.bias is None else layer.bias.detach())
@@ -134,6 +136,14 @@ class Deferred:
             Variable._execution_engine.run_backward(
                 tuple(totals), tuple(totals.values()), False, False, (), allow_unreachable=True,
                 accumulate_grad=True)  # fmt: skip
+
+
+def _traceable(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and those within, but none that is compiled: its graph is made once for all."""
+    if "_orig_mod" not in module._modules and module._compiled_call_impl is None:
+        yield module
+        for child in module.children():
+            yield from _traceable(child)
 
 
 def _can_wait(layer: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minipipe.engine.split import Catch, Deferred
 from minipipe.memory import Meter
@@ -140,7 +140,8 @@ class Stage:
 
     def _attach(self, kept: _MicroBatch, values: tuple, single: bool, needs, finish):
         values = self._enter(kept, values, needs)
-        with self._noting(kept):
+        watched = self.meter is not None or kept.deferred is not None
+        with self._noting(kept) if watched else nullcontext():
             outputs = self._call(values, single)
             if finish is not None:
                 outputs = finish(outputs)
@@ -173,7 +174,8 @@ class Stage:
         flags = [isinstance(v, torch.Tensor) and v.requires_grad for v in parts]
         # Edges instead of outputs: an output that no operation saved can go once it is sent.
         kept.roots = [
-            get_gradient_edge(v) if has_graph else None
+            GradientEdge(v.grad_fn, v.output_nr) if has_graph and v.grad_fn is not None
+            else get_gradient_edge(v) if has_graph else None
             for v, has_graph, sent in zip(parts, flags, kept.flags or flags, strict=True)
             if sent
         ]

@@ -1,1 +1,1 @@
-"""Ranks as real processes: start them, watch them, stop them, and say where each stood."""
+"""Ranks as real processes: start them, watch them, connect them, and say where each stood."""

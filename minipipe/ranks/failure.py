@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from minipipe.engine.channels import Channels
+from minipipe.ranks.channels import Channels
 
 
 class PipelineError(RuntimeError):
