@@ -31,6 +31,8 @@ PaceMs = Annotated[float | None, typer.Option(
 PacedSteps = Annotated[int, typer.Option(help="Steps on emulated devices, for the timelines.")]
 Narrate = Annotated[str | None, typer.Option(
     metavar="NAME", help="Tell a measured step of this schedule action by action.")]  # fmt: skip
+OwnStep = Annotated[bool, typer.Option(
+    "--own-step", help="Each rank updates its weights at its own end of a step.")]  # fmt: skip
 Out = Annotated[Path, typer.Option(help="Folder in which each run gets one for its files.")]
 
 
@@ -41,8 +43,8 @@ def race(
         help="Names with commas between; +recompute behind a name turns recompute on.")] = None,
     ddp: Annotated[bool, typer.Option(help="Train with DistributedDataParallel too.")] = True,
     model: Model = "resnet", dataset: Data = "mnist", learning_rate: Rate = None, seed: Seed = 0,
-    pace_ms: PaceMs = None, paced_steps: PacedSteps = 3, narrate: Narrate = None,
-    out: Out = Path("runs"), as_json: Json = False,
+    pace_ms: PaceMs = None, paced_steps: PacedSteps = 3, own_step: OwnStep = False,
+    narrate: Narrate = None, out: Out = Path("runs"), as_json: Json = False,
 ) -> None:  # fmt: skip
     """Train the image model on one process, with DDP and by schedules, and compare them."""
     _start(f"minipipe race: one process, {'DDP, ' if ddp else ''}then schedules, on {ranks} ranks")
@@ -58,7 +60,7 @@ def race(
     if ddp and job.setting.batch % ranks:
         refuse(f"--batch {job.setting.batch} can't be split evenly over {ranks} ranks for DDP: "
                f"take a multiple of {ranks}, or --no-ddp")  # fmt: skip
-    _compare(job, tables, "race", ddp, pace_ms, paced_steps, narrate, out, as_json)
+    _compare(job, tables, "race", ddp, pace_ms, paced_steps, own_step, narrate, out, as_json)
 
 
 @app.command()
@@ -66,8 +68,8 @@ def run(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Rows of a schedule; - reads them.")],
     batch: Batch = None, steps: Steps = None, model: Model = "resnet", dataset: Data = "mnist",
     learning_rate: Rate = None, seed: Seed = 0, pace_ms: PaceMs = None,
-    paced_steps: PacedSteps = 3, narrate: Narrate = None, out: Out = Path("runs"),
-    as_json: Json = False,
+    paced_steps: PacedSteps = 3, own_step: OwnStep = False, narrate: Narrate = None,
+    out: Out = Path("runs"), as_json: Json = False,
 ) -> None:  # fmt: skip
     """Train with a schedule of one's own from a file, beside one process."""
     from minipipe import ScheduleError, check
@@ -82,7 +84,7 @@ def run(
     schedule.name = schedule.name or "own"
     _start(f"minipipe run: one process, then {schedule.name} on {schedule.ranks} ranks")
     job = _job(model, dataset, batch, steps, learning_rate, seed)
-    _compare(job, [schedule], "run", False, pace_ms, paced_steps, narrate, out, as_json)
+    _compare(job, [schedule], "run", False, pace_ms, paced_steps, own_step, narrate, out, as_json)
 
 
 @app.command()
@@ -142,7 +144,7 @@ def _job(model: str, dataset: str, batch, steps, learning_rate, seed: int) -> Jo
 
 
 def _compare(job: Job, schedules: list[Schedule], what: str, ddp: bool, pace_ms, paced_steps: int,
-             narrate: str | None, out: Path, as_json: bool) -> None:  # fmt: skip
+             own_step: bool, narrate: str | None, out: Path, as_json: bool) -> None:  # fmt: skip
     """Run the comparison with a progress display, then show and write what it found."""
     from minipipe.race import OverrunError, folder, write
     from minipipe.race import race as run_race
@@ -178,7 +180,7 @@ def _compare(job: Job, schedules: list[Schedule], what: str, ddp: bool, pace_ms,
     try:
         with _progress(entries, job.setting.steps) as progress:
             result = run_race(job, schedules, ddp=ddp, pace=pace_ms and pace_ms / 1e3,
-                              paced_steps=paced_steps, progress=progress)  # fmt: skip
+                              paced_steps=paced_steps, own_step=own_step, progress=progress)
     except (OverrunError, RankError) as error:
         fail(str(error))
     path = folder(out, what)
@@ -210,6 +212,15 @@ def _tell(result: Result, narrate: str | None) -> None:
         soft_wrap=width() is None,
     )
     console.print(report.in_words(summary["entries"], cores), soft_wrap=width() is None)
+    spans = [(e["name"], e["own_span_predicted"], e["own_span_measured"], e["paced_step_ms"])
+             for e in summary["entries"] if e["bubble_measured"] is not None]  # fmt: skip
+    console.print("\nOwn span is the zero-bubble papers' bubble, the largest over the ranks of "
+                  "(own span - busy) / own span; what is idle before a rank's first and after its "
+                  "last action does not count in it.")  # fmt: skip
+    for name, predicted, measured, step in spans:
+        console.print(f"  {name}: own span {report.percent(measured)} measured, "
+                      f"{report.percent(predicted)} predicted; step {step:.0f} ms on emulated "
+                      "devices", soft_wrap=True)  # fmt: skip
 
 
 @contextmanager

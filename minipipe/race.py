@@ -69,13 +69,14 @@ def named_schedules(names, ranks: int, microbatches: int) -> list[Schedule]:
 
 
 def race(job: Job, schedules: list[Schedule], *, ddp: bool = True, pace: float | None = None,
-         paced_steps: int = 3,
+         paced_steps: int = 3, own_step: bool = False,
          progress: Callable[[str, int], None] = lambda name, step: None) -> Result:  # fmt: skip
     """Train every entry by itself from the same weights and batches; all schedules on equally
     many ranks.
 
     pace: seconds that an emulated device takes for the forward of one rank's whole share of the
-    model (I and W take as long each); None chooses it. progress(name, step) is told of each step.
+    model (I and W take as long each); None chooses it. own_step: each rank of a pipeline takes its
+    optimizer step at its own end. progress(name, step) is told of each step.
     Raises OverrunError where the machine is too busy to measure.
     """
     ranks, microbatches = schedules[0].ranks, schedules[0].microbatches
@@ -92,7 +93,7 @@ def race(job: Job, schedules: list[Schedule], *, ddp: bool = True, pace: float |
     )  # fmt: skip
     for schedule in schedules:
         found = _launch(train_pipeline, schedule.name, progress, job, schedule, slot, paced_steps,
-                        ranks=ranks)  # fmt: skip
+                        own_step, ranks=ranks)  # fmt: skip
         entry = _entry(schedule.name, [run for run, _ in found], one)
         entries.append(entry)
         _compare(result, entry, schedule, probes[schedule.name], [p for _, p in found], slot)
@@ -171,6 +172,8 @@ def _compare(result: Result, entry: dict, schedule: Schedule, found: Probe, rank
     result.latency[name] = paced.latency
     entry["bubble_predicted"] = float(predicted.bubble.idle_over_total)
     entry["bubble_measured"] = float(measured.bubble.idle_over_total)
+    entry["own_span_predicted"] = float(predicted.bubble.own_span)
+    entry["own_span_measured"] = float(measured.bubble.own_span)
     entry["peak_activation_bytes_predicted"] = [int(x) for x in predicted.peak_activations]
     entry["paced_step_ms"] = 1e3 * measured.makespan
     entry["latency_ms"] = 1e3 * paced.latency

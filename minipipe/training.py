@@ -172,14 +172,19 @@ def _train_whole(job: Job, dataset: Dataset, model, wrapped, share: Callable) ->
     return run
 
 
-def train_pipeline(rank: int, job: Job, schedule: Schedule, slot: float,
-                   paced_steps: int) -> tuple[Run, Paced]:  # fmt: skip
-    """A pipeline at full speed, then a few steps paced at `slot` seconds a forward."""
+def train_pipeline(rank: int, job: Job, schedule: Schedule, slot: float, paced_steps: int,
+                   own_step: bool = False) -> tuple[Run, Paced]:  # fmt: skip
+    """A pipeline at full speed, then a few steps paced at `slot` seconds a forward.
+
+    own_step: each rank updates its weights at its own end of a step, without waiting for others.
+    """
     dataset = job.dataset()
     model = job.model(dataset)
-    pipe = Pipeline(model, schedule, loss_fn, memory_meter=False)
+    make = job.setting.optimizer
+    pipe = Pipeline(model, schedule, loss_fn, memory_meter=False,
+                    optimizer=make if own_step else None)  # fmt: skip
     parameters = list(pipe.parameters())
-    optimizer = job.setting.optimizer(parameters) if parameters else None
+    optimizer = make(parameters) if parameters and not own_step else None
     result = None
 
     def step(inputs, targets):
@@ -192,7 +197,7 @@ def train_pipeline(rank: int, job: Job, schedule: Schedule, slot: float,
     run.accuracy = accuracy(outputs, dataset.test_targets)
     run.parameter_bytes = sum(p.nbytes for p in parameters)
     run.bytes_sent = result.bytes_sent
-    pipe.memory_meter = True
+    pipe.memory_meter, pipe.optimizer = True, None
     inputs, targets = next(iter(job.batches(dataset)))
     run.activation_bytes = pipe.step(inputs, targets).peak_activation_bytes
     pace = Pace(Costs(slot, slot, slot))

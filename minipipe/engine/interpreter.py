@@ -139,26 +139,27 @@ class Interpreter:
     def _parts(self, action: Action, work: Work) -> list[tuple[Action, int, Iterator]]:
         """The single actions with their numbers of segments and their work; one work for both
         where the stages of a pair run it by a method of their own."""
+        if action.overlapped is None:
+            return [self._part(action, work)]
         stages = [self.stages[part.stage] for part in action.parts]
         dropped = (action.stage, action.microbatch) in self._dropped
-        if len(stages) == 2 and not dropped and offered(*stages):
-            works = [self._do(part, work, paired=True) for part in action.parts]
+        if not dropped and offered(*stages):
+            works = [self._part(part, work, paired=True)[2] for part in action.parts]
             return [(action, 1, run_offered(*works))]
-        return [(part, stage.segments if part.kind in "FBI" else 1, self._do(part, work))
-                for part, stage in zip(action.parts, stages, strict=True)]  # fmt: skip
+        return [self._part(part, work) for part in action.parts]
 
-    def _do(self, part: Action, work: Work, paired: bool = False) -> Iterator[None]:
-        """Do one action; stops at each exchange inside its stage."""
-        stage = self.stages[part.stage]
+    def _part(self, part: Action, work: Work, paired: bool = False) -> tuple[Action, int, Iterator]:
+        """One action, its number of segments, and its work, which stops at each exchange."""
+        stage, microbatch = self.stages[part.stage], part.microbatch
         match part.kind:
             case "F":
-                yield from self._forward(stage, part.microbatch, work, paired)
+                return part, stage.segments, self._forward(stage, microbatch, work, paired)
             case "B" | "I":
-                yield from self._backward(stage, part.microbatch, work, paired)
+                return part, stage.segments, self._backward(stage, microbatch, work, paired)
             case "W":
-                stage.backward_weight(part.microbatch)
+                return part, 1, _call(stage.backward_weight, microbatch)
             case "R":
-                stage.recompute(part.microbatch)
+                return part, 1, _call(stage.recompute, microbatch)
             case kind:
                 raise PipelineError(f"{part}: actions of kind {kind} can't be run yet")
 
@@ -213,6 +214,13 @@ class Interpreter:
         if number:
             form = work.forms["B", number, microbatch]
             self._values["B", number, microbatch] = tuple(gradients), form
+
+
+def _call(function: Callable, microbatch: int) -> Iterator[None]:
+    """The call as work without a stop."""
+    function(microbatch)
+    return
+    yield
 
 
 def _shapes(payload: Payload) -> str:
