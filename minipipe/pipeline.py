@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import platform
+import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -73,6 +75,7 @@ class Pipeline:
             self.optimizer = optimizer(parameters)
         self._first, self._last = 0 in self._own, schedule.stages - 1 in self._own
         self._channels = Channels()
+        self._clock_offset = 0.0 if _one_machine() else self._channels.clock_offset()
         self._store = dist.PrefixStore("minipipe", dist.distributed_c10d._get_default_store())
         self._runners: dict = {}
         self._forms: dict = {}
@@ -171,7 +174,8 @@ class Pipeline:
         if self.optimizer is not None:
             self.optimizer.step()
         loss = sum(shares[m] * float(value) for m, value in work.results.items())
-        own = pack(self.schedule, record, loss, links.bytes_sent, self.memory_meter)
+        own = pack(self.schedule, record, loss, links.bytes_sent, self.memory_meter,
+                   self._clock_offset)  # fmt: skip
         origin = "emulated" if pace or self.pace else "measured"
         return unpack(self.schedule, self._exchange(own), self.rank, self.memory_meter, origin)
 
@@ -397,6 +401,13 @@ def _device(rank: int, device) -> torch.device:
 def _collective_device() -> torch.device:
     nccl = dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def _one_machine() -> bool:
+    """Whether all ranks run on one machine, so that they have one clock."""
+    names: list = [None] * dist.get_world_size()
+    dist.all_gather_object(names, (platform.node(), uuid.getnode()))
+    return len(set(names)) == 1
 
 
 def _agree_on_model(schedule: Schedule, parts: list[nn.Sequential]) -> None:

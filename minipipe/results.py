@@ -63,10 +63,13 @@ class Evaluation:
 
 
 def pack(schedule: Schedule, record: Record, loss: float, sent: int,
-         metered: bool) -> torch.Tensor:  # fmt: skip
-    """One rank's measurements as a float64 vector, of the same length on every rank."""
+         metered: bool, offset: float = 0.0) -> torch.Tensor:  # fmt: skip
+    """One rank's measurements as a float64 vector, of the same length on every rank; offset:
+    seconds that rank 0's clock, which all times are given in, is ahead of this rank's."""
     longest = max(len(row) for row in schedule.rows)
-    columns = [record.starts, record.ends]
+    columns: list = [record.starts, record.ends]
+    if offset:
+        columns = [[time + offset for time in column] for column in columns]
     if metered:
         columns += [record.during, record.after]
     padded = [column + [0] * (longest - len(column)) for column in columns]

@@ -68,7 +68,8 @@ def zb_auto(ranks: int, microbatches: int, costs: Costs | None = None,
     A warm-up of the forwards that fit in time and memory, then a forward and an I by turns, while
     W's fill gaps or make room. Three choices are tried both ways: a forward more in the warm-up,
     though the first I then waits; no forward where the next rank has two to go; a W in a gap
-    shorter than it. The shortest step wins, then the shortest own span (the paper's only measure).
+    shorter than it. The shortest step wins, then the shortest own span (the paper's only measure),
+    then the least memory; without a limit, room for 2p - 1 micro-batches is tried too.
     Zero Bubble, arXiv 2401.10241, section 3.1, and its code, whose integer program is switched off.
     """
     one = Schedule(zb_h1(ranks, 1))
@@ -76,9 +77,11 @@ def zb_auto(ranks: int, microbatches: int, costs: Costs | None = None,
     least = max(*costs.per_stage("forward_size", one), *costs.per_stage("weight_size", one))
     require(isinstance(limit, int | float | Fraction) and limit >= least, "memory_limit",
             memory_limit, "a number, at least what one micro-batch keeps", least)  # fmt: skip
-    tries = [simulate(Schedule(_Try(one, costs, limit, fill).rows(microbatches, late, skip)), costs)
-             for late, skip, fill in product((False, True), repeat=3)]  # fmt: skip
-    return min(tries, key=lambda t: (t.makespan, t.bubble.own_span)).schedule.rows
+    rooms = [limit] if memory_limit is not None else [limit, (2 * ranks - 1) * least]
+    tries = [simulate(Schedule(_Try(one, costs, room, fill).rows(microbatches, late, skip)), costs)
+             for late, skip, fill, room in product(*[(False, True)] * 3, rooms)]  # fmt: skip
+    return min(tries, key=lambda t: (t.makespan, t.bubble.own_span,
+                                     max(t.peak_activations))).schedule.rows  # fmt: skip
 
 
 class _Try:
