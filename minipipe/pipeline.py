@@ -43,8 +43,9 @@ class Pipeline:
     reduction="sum" a sum. optimizer: a function from parameters to an optimizer, whose step each
     rank then takes at its own end of every `step`; without it the caller steps.
     device: where the stages live; by default a GPU where there is one, else the CPU.
-    memory_meter: count the bytes that autograd keeps, at 1 to 8 % of a step's time. pace: emulate
-    devices (see `Pace`). Both are attributes too, and may change between steps.
+    memory_meter: count the bytes that autograd keeps, at 1 to 8 % of a step's time (without it,
+    received tensors stay until their backward pass even where no operation saved them). pace:
+    emulate devices (see `Pace`). Both are attributes too, and may change between steps.
 
     Raises ValueError for arguments that don't fit, on every rank.
     """

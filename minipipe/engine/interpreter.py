@@ -87,6 +87,8 @@ class Interpreter:
         record, links, values = Record(), self.links, self._values
         for stage in self.stages.values():
             stage.meter = meter
+            if work.keep_graph:
+                stage.begin(work.announce)
         form, final = work.form, len(self.steps) - 1
         self._next = 0
         self._post(work, -1)

@@ -105,6 +105,11 @@ class ChainedStage:
             value = stage.apart(value)
         return value
 
+    def begin(self, new: bool) -> None:
+        """As `Stage.begin`."""
+        for stage in self._chain:
+            stage.begin(new)
+
     def wants(self, microbatch: int) -> int:
         """How many gradients the backward pass takes for this micro-batch."""
         return self._chain[-1].wants(microbatch)
@@ -122,7 +127,7 @@ def make_stage(module: nn.Sequential, number: int) -> Stage | ChainedStage:
 
 
 def offered(forward: Stage, backward: Stage) -> bool:
-    """Whether two stages run their pairs by a method of their own, as DeepSeek's DualPipe has it:
+    """Whether two stages run their pairs by a method of their own, as DeepSeek's code has it:
     both are one module each, of one class with a class method `overlapped_forward_backward`."""
     kinds = {type(stage.module[0]) if len(stage.module) == 1 else None
              for stage in (forward, backward)}  # fmt: skip

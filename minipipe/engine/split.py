@@ -199,7 +199,8 @@ def _layer_norm_weight(layer, given, gradient, extra, wanted):
 def _group_norm(layer, given, weight, bias):
     rows, channels = given.shape[:2]
     return torch.native_group_norm(given, weight, bias, rows, channels,
-                                   given.shape[2:].numel(), layer.num_groups, layer.eps)  # fmt: skip
+                                   given.shape[2:].numel(), layer.num_groups,
+                                   layer.eps)  # fmt: skip
 
 
 def _group_norm_weight(layer, given, gradient, extra, wanted):

@@ -19,11 +19,12 @@ _run_backward = Variable._execution_engine.run_backward
 class _MicroBatch:
     """What a stage keeps of one micro-batch between its forward and its backward pass."""
 
-    __slots__ = ("caught", "received", "roots", "inputs", "held", "random", "flags",
+    __slots__ = ("caught", "received", "roots", "entry", "inputs", "held", "random", "flags",
                  "deferred", "outputs")  # fmt: skip
 
     def __init__(self):
         self.caught = []  # one tuple of gradients, once the backward pass has reached the entry
+        self.entry = ()  # the received tensors that need a gradient, as the graph's beginning
         self.received = []  # shape, dtype and device of the inputs that need a gradient
         self.roots = []  # where the backward pass starts: at each output that was sent as
         # needing a gradient, or None where it turned out not to have one
@@ -55,6 +56,7 @@ class Stage:
         self._kept: dict[int, _MicroBatch] = {}
         self._deferred: dict[int, Deferred] = {}
         self._gate = torch.empty(0, requires_grad=True)
+        self._leaves = self._untouched = False
         self._spread = _takes_several(module[0])
         self._offers = hasattr(module[0], "overlapped_forward_backward")
         tensors = (*module.parameters(), *module.buffers())
@@ -164,12 +166,19 @@ class Stage:
         if True in needs:
             wanted = [v for v, needed in zip(values, needs, strict=True) if needed]
             kept.received = [(v.shape, v.dtype, v.device) for v in wanted]
-            fresh = iter(Catch.apply(kept.caught, self._gate, *wanted))
+            if self._leaves:
+                kept.entry = [v.detach().requires_grad_() for v in wanted]
+            else:
+                kept.entry = Catch.apply(kept.caught, self._gate, *wanted)
+            fresh = iter(kept.entry)
             values = tuple(next(fresh) if n else v for v, n in zip(values, needs, strict=True))
         return values
 
     def _leave(self, kept: _MicroBatch, outputs):
         """Remember where the backward pass will start."""
+        if not self._leaves:
+            self._untouched &= all(v._version == 0 for v in kept.entry)
+            kept.entry = ()
         parts, _ = as_values(outputs)
         flags = [isinstance(v, torch.Tensor) and v.requires_grad for v in parts]
         # Edges instead of outputs: an output that no operation saved can go once it is sent.
@@ -202,7 +211,10 @@ class Stage:
 
     def _received(self, kept: _MicroBatch) -> list[torch.Tensor]:
         """The gradients that have arrived at the graph's beginning."""
-        caught = kept.caught[0] if kept.caught else (None,) * len(kept.received)
+        if kept.entry:
+            caught = [leaf.grad for leaf in kept.entry]
+        else:
+            caught = kept.caught[0] if kept.caught else (None,) * len(kept.received)
         return [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
             for gradient, (shape, dtype, device) in zip(caught, kept.received, strict=True)
@@ -218,6 +230,14 @@ class Stage:
             return value
         own = value.untyped_storage().data_ptr() in self._own
         return value.clone() if own else value
+
+    def begin(self, new: bool) -> None:
+        """A training step begins. In one with a `new` form of batch it shows whether the stage
+        changes in place what it receives. Where it doesn't, received tensors can be leaves: that
+        costs less time, but keeps them until the backward pass even where no operation needs them,
+        so not while memory is measured."""
+        self._leaves = self._untouched and not new and self.meter is None
+        self._untouched = self._untouched or new
 
     def wants(self, microbatch: int) -> int:
         """How many gradients `backward` takes for this micro-batch."""
