@@ -8,8 +8,11 @@ so that help and schedules don't wait for torch.
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import sys
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -50,6 +53,13 @@ class _OneLine(TyperGroup):
             code = error.exit_code
         except typer.Abort:
             code = 130
+        except OSError as error:  # a full disk, or output that goes nowhere
+            where = f"{error.filename}: " if error.filename else ""
+            typer.echo(f"minipipe: {where}{(error.strerror or str(error)).lower()}", err=True)
+            code = 1
+            if not error.filename and sys.stdout:  # what is left there can't go out at the end
+                with suppress(OSError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -97,7 +107,8 @@ def _plain(value: Any) -> Any:
 
 def width() -> int | None:
     """Characters in a line of the terminal; None where the output goes elsewhere."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    there = sys.stdout is not None and sys.stdout.isatty()
+    return shutil.get_terminal_size().columns if there else None
 
 
 def read_schedule(file: str) -> Schedule:
@@ -114,6 +125,17 @@ def read_schedule(file: str) -> Schedule:
     return Schedule.parse(text, "" if file == "-" else Path(file).stem)
 
 
+def exact_number(text: str, what: str, example: str) -> Fraction:
+    """The number in an argument, exactly: 4, 0.5, 5/2; ends with 2 if it is none, or no size that
+    a float has."""
+    try:
+        if re.search(r"e[+-]?\d{3}", text.lower()) or abs(value := Fraction(text)) > 10**99:
+            raise ValueError
+    except (ValueError, ZeroDivisionError):
+        refuse(f"{what} is not a number such as {example}")
+    return value
+
+
 def parse_costs(text: str | None) -> Costs:
     """Costs from `F=1,I=1,W=1/2,latency=0.1`; `F=1:2:1:1` gives each stage its own."""
     from minipipe import Costs
@@ -126,10 +148,10 @@ def parse_costs(text: str | None) -> Costs:
             refuse("costs: B is I and W together: give I and W")
         if name not in COSTS:
             refuse(f"costs: '{pair}' is none of {', '.join(f'{each}=…' for each in COSTS)}")
-        try:
-            numbers = [exact(Fraction(number)) for number in value.split(":")]
-        except (ValueError, ZeroDivisionError):
-            refuse(f"costs: {name}={value} is not a number such as 1, 0.5 or 1/2")
+        if COSTS[name] in given:
+            refuse(f"costs: {name} is given twice")
+        numbers = [exact(exact_number(number, f"costs: {name}={value}", "1, 0.5 or 1/2"))
+                   for number in value.split(":")]  # fmt: skip
         given[COSTS[name]] = numbers if len(numbers) > 1 else numbers[0]
     try:
         return Costs(**given)
@@ -138,7 +160,8 @@ def parse_costs(text: str | None) -> Costs:
 
 
 def build_schedule(name: str, ranks: int | None, microbatches: int | None,
-                   costs: Costs | None = None, **own: int | bool | None) -> Schedule:  # fmt: skip
+                   costs: Costs | None = None,
+                   **own: int | bool | Fraction | None) -> Schedule:  # fmt: skip
     """A schedule by name, or from a file of rows; `own` are arguments of the schedule, or None,
     and costs are for those that take them into account."""
     from minipipe import SCHEDULES, ScheduleError, build
@@ -192,6 +215,8 @@ def show(
     waves: Annotated[int | None, typer.Option(help="Waves of stages (hanayo).")] = None,
     recompute: Annotated[bool, typer.Option(
         "--recompute", help="Keep inputs only and compute activations again.")] = False,
+    memory_limit: Annotated[str | None, typer.Option(
+        metavar="X", help="What a rank may keep at most, in micro-batches (zb-auto).")] = None,
     costs: Annotated[str | None, typer.Option(
         help="F=1,I=1,W=1,latency=0; fractions such as 1/2 are exact, F=1:2:1:1 is a cost a "
              f"stage. Names: {', '.join(COSTS)}.")] = None,
@@ -206,6 +231,12 @@ def show(
 
     prices = parse_costs(costs)
     own = {"chunks": chunks, "group": group, "waves": waves, "recompute": recompute}
+    for argument, value in own.items():
+        if value is not None and argument != "recompute" and value < 1:
+            refuse(f"{argument}={value} must be a whole number, at least 1")
+    if memory_limit is not None:
+        own["memory_limit"] = exact_number(memory_limit, f"--memory-limit {memory_limit}",
+                                           "4 or 5/2")  # fmt: skip
     if every or name is None:
         if name is not None or forward_only or not every:
             refuse("give --all alone, without NAME and --forward-only" if every else
@@ -252,10 +283,13 @@ def draw(kind: str, what: Any, path: Path) -> None:
     """Write a figure, the function `kind` of plot; ends with 2 if the file can't be written."""
     from minipipe import plot
 
+    if not path.suffix:
+        refuse(f"--figure {path}: give the file an ending: .png, .svg or .pdf")
     try:
         plot.save(getattr(plot, kind)(what), path)
     except (OSError, ValueError) as error:
-        refuse(f"--figure {path}: {error}")
+        reason = getattr(error, "strerror", None)
+        refuse(f"--figure {path}: {reason.lower() if reason else error}")
     typer.echo(f"wrote {path}", err=True)
 
 
@@ -291,10 +325,7 @@ def check(
 
     limit = None
     if memory_limit is not None:
-        try:
-            limit = Fraction(memory_limit)
-        except (ValueError, ZeroDivisionError):
-            refuse(f"--memory-limit {memory_limit} is not a number such as 4 or 5/2")
+        limit = exact_number(memory_limit, f"--memory-limit {memory_limit}", "4 or 5/2")
         if limit < 0:
             refuse(f"--memory-limit {memory_limit} must not be negative")
     where = "standard input" if file == "-" else file
@@ -361,28 +392,5 @@ def _legal(schedule: Schedule, where: str) -> str:
     return "\n".join(lines)
 
 
-# ---- doctor ------------------------------------------------------------------------------------
-
-
-@app.command()
-def doctor(as_json: Json = False) -> None:
-    """Say what works on this machine, what doesn't, and what to do."""
-    from minipipe import doctor as examination
-
-    found = []
-    for finding in examination.examine():
-        found.append(finding)
-        if not as_json:
-            advice = f"\n{'':27}{finding.advice}" if finding.advice else ""
-            typer.echo(f"{finding.state:<6}{finding.name:<21}{finding.found}{advice}")
-    failed = [finding.name for finding in found if finding.state == examination.FAILS]
-    if as_json:
-        print_json({"ok": not failed, "checks": [finding._asdict() for finding in found]})
-    else:
-        typer.echo(f"\nDoes not work: {', '.join(failed)}." if failed else
-                   "\nAll that minipipe needs works here.")  # fmt: skip
-    if failed:
-        raise typer.Exit(1)
-
-
-from minipipe import cli_all, cli_plan, cli_run  # noqa: E402, F401  (they add their commands)
+# They add their commands.
+from minipipe import cli_all, cli_plan, cli_run, doctor  # noqa: E402, F401

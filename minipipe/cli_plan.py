@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from minipipe.cli import Json, app, parse_costs, print_json, refuse, summary
+from minipipe.cli import (
+    Json,
+    app,
+    exact_number,
+    parse_costs,
+    print_json,
+    refuse,
+    summary,
+)
 
 if TYPE_CHECKING:
     from minipipe.costs import Costs, Number
@@ -53,7 +61,9 @@ def optimize(
 
         version()
     except ImportError:
-        refuse("optimize needs OR-Tools: pip install 'minipipe[optimize]'")
+        refuse("optimize needs OR-Tools: in minipipe's folder, "
+               "python -m pip install -e '.[optimize]'")
+    _can_write(out)
     with _watched(time_limit) as progress:
         result = _found(solve, ranks, microbatches, placement, memory, costs, latency,
                         chunks=chunks, split=split, time_limit=time_limit, workers=workers,
@@ -76,6 +86,7 @@ def search(
     """Find good rows in seconds: uneven stages, slow links, a memory limit."""
     from minipipe.planning.search import search as look
 
+    _can_write(out)
     with _watched(seconds) as progress:
         result = _found(look, ranks, microbatches, placement, memory, costs, latency,
                         chunks=chunks, split=split, steps=steps, seconds=seconds, seed=seed,
@@ -83,15 +94,19 @@ def search(
     _report(*result, out, as_json)
 
 
+def _can_write(out: Path | None) -> None:
+    """Say before a long search, and not behind it, that its result has no place to go."""
+    if out is not None and (out.is_dir() or not os.access(out if out.exists() else out.parent,
+                                                          os.W_OK)):  # fmt: skip
+        refuse(f"--out {out}: is no file that can be written")
+
+
 def _found(find: Callable[..., Result], ranks: int, microbatches: int, placement: str,
            memory: str | None, costs: str | None, latency: str | None,
            **options) -> tuple[Result, Costs]:  # fmt: skip
     """Run it with numbers read from text; bad arguments end with 2."""
     if memory is not None:
-        try:
-            options["memory"] = Fraction(memory)
-        except (ValueError, ZeroDivisionError):
-            refuse(f"--memory {memory} is not a number such as 2 or 5/2")
+        options["memory"] = exact_number(memory, f"--memory {memory}", "2 or 5/2")
     if latency is not None and "latency" in (costs or ""):
         refuse("--latency: --costs already has a latency; give one of them")
     prices = parse_costs(",".join(filter(None, [costs, latency and f"latency={latency}"])))

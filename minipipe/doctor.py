@@ -13,8 +13,31 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
+import typer
+
+from minipipe.cli import Json, app, print_json
+
 OK, NOTE, FAILS = "ok", "note", "fails"
 _INSTALL = "install minipipe again in a virtual environment: python -m pip install -e ."
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what works on this machine, what doesn't, and what to do."""
+    found = []
+    for finding in examine():
+        found.append(finding)
+        if not as_json:
+            advice = f"\n{'':27}{finding.advice}" if finding.advice else ""
+            typer.echo(f"{finding.state:<6}{finding.name:<21}{finding.found}{advice}")
+    failed = [finding.name for finding in found if finding.state == FAILS]
+    if as_json:
+        print_json({"ok": not failed, "checks": [finding._asdict() for finding in found]})
+    else:
+        typer.echo(f"\nDoes not work: {', '.join(failed)}." if failed else
+                   "\nAll that minipipe needs works here.")  # fmt: skip
+    if failed:
+        raise typer.Exit(1)
 
 
 class Finding(NamedTuple):
@@ -34,7 +57,7 @@ def examine() -> Iterator[Finding]:
           for name in ("torch", "torchvision", "matplotlib", "jupyter")),
         ("processor cores", _cores), ("memory", _memory), ("disk", _disk),
         ("start of ranks", _start), ("ranks over loopback", _loopback), ("CUDA GPUs", _cuda),
-        ("data files", _data), ("browser (optional)", _browser),
+        ("data files", _data), ("OR-Tools (optional)", _solver), ("browser (optional)", _browser),
     ]  # fmt: skip
     for name, check in checks:
         try:
@@ -150,10 +173,21 @@ def _data() -> Finding:
     return Finding("data files", OK, f"{', '.join(names)}: present and intact")
 
 
+def _solver() -> Finding:
+    name = "OR-Tools (optional)"
+    try:
+        from ortools.sat.python import cp_model  # noqa: F401
+
+        return Finding(name, OK, version("ortools"))
+    except ImportError:  # PackageNotFoundError too
+        return Finding(name, NOTE, "not installed", "only `minipipe optimize` uses it: in "
+                       "minipipe's folder, python -m pip install -e '.[optimize]'")  # fmt: skip
+
+
 def _browser() -> Finding:
     name = "browser (optional)"
     try:
         return Finding(name, OK, getattr(webbrowser.get(), "name", "found"))
     except webbrowser.Error:
-        return Finding(name, NOTE, "none on this machine", "only `minipipe play` and notebooks use "
-                       "one: open the address that they print in a browser elsewhere")  # fmt: skip
+        return Finding(name, NOTE, "none on this machine", "only notebooks use one: open the "
+                       "address that jupyter prints in a browser elsewhere")  # fmt: skip

@@ -17,6 +17,7 @@ from torch import nn
 
 from minipipe.batch import as_batch, joined, problem, row_counts, split, whole
 from minipipe.check import check
+from minipipe.copies import Copies
 from minipipe.emulation import Pace
 from minipipe.engine.clock import Clock
 from minipipe.engine.interpreter import Interpreter, Record, Work
@@ -25,7 +26,7 @@ from minipipe.engine.overlap import make_stage
 from minipipe.lower import lower
 from minipipe.memory import Meter
 from minipipe.partition import cut
-from minipipe.ranks.channels import Channels
+from minipipe.ranks.channels import Channels, collective_device
 from minipipe.ranks.failure import InputError, PipelineError, broken, fail
 from minipipe.results import Evaluation, StepResult, pack, unpack
 from minipipe.schedule import Schedule
@@ -54,26 +55,28 @@ class Pipeline:
                  optimizer: Callable | None = None, *, cuts: list[int] | None = None,
                  costs: list | None = None, device=None, memory_meter: bool = True,
                  pace: Pace | None = None):  # fmt: skip
-        _check_arguments(schedule, loss_fn, reduction, optimizer)
+        _check_arguments(schedule, loss_fn, reduction, optimizer, pace)
         self.rank = dist.get_rank()
         self.schedule, self.loss_fn, self.reduction = schedule, loss_fn, reduction
         self.device = _device(self.rank, device)
         parts = cut(model, schedule.stages, cuts, costs)
         self._own = schedule.stages_of(self.rank)
-        self._groups = {held: dist.new_group(list(held))
-                        for held in sorted({*schedule.holders.values()}) if len(held) > 1}
         self._parts = {stage: parts[stage].to(self.device) for stage in self._own}
-        _agree_on_model(schedule, parts)
+        _agree_on_model(schedule, parts, (reduction, optimizer is None))
         self._modules = [m for part in self._parts.values() for m in part.modules()]
         tensors = [t for p in self._parts.values() for t in (*p.parameters(), *p.buffers())]
         self._meter = Meter(tensors)
         self.memory_meter = memory_meter
         self._stages = {s: make_stage(part, s) for s, part in self._parts.items()}
+        self._copies = Copies(schedule, self._parts)
         self.pace = pace
         self.optimizer = None
         parameters = list(self.parameters())
         if optimizer is not None and parameters:
             self.optimizer = optimizer(parameters)
+            if not hasattr(self.optimizer, "step") or not hasattr(self.optimizer, "zero_grad"):
+                raise TypeError("optimizer must return an optimizer, not "
+                                f"{type(self.optimizer).__name__}")  # fmt: skip
         self._first, self._last = 0 in self._own, schedule.stages - 1 in self._own
         self._channels = Channels()
         self._clock_offset = 0.0 if _one_machine() else self._channels.clock_offset()
@@ -132,6 +135,8 @@ class Pipeline:
         norms = [torch.linalg.vector_norm(p.grad.double(), norm_type)
                  for p in counted if p.grad is not None]  # fmt: skip
         infinite = math.isinf(norm_type)
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be greater than 0, not {norm_type}")
         own = torch.stack([n.cpu() for n in norms]) if norms else torch.zeros(1)
         own = (own.max() if infinite else (own.double() ** norm_type).sum()).reshape(1)
         total = self._exchange(own.double()).flatten()
@@ -153,8 +158,8 @@ class Pipeline:
         inputs: a tensor or a tuple of tensors [rows, …], needed on the ranks that hold stage 0;
         targets likewise for the last stage; other ranks may pass None. Rows that don't divide
         evenly are spread over the micro-batches, and count by rows. loss_scale multiplies the
-        gradients. Raises InputError (a ValueError) on every rank for a batch that doesn't fit, and
-        PipelineError on every rank for what one of them can't do.
+        gradients. Raises InputError (a ValueError) on every rank for a batch that doesn't fit; what
+        fails on one rank is raised there, and as PipelineError with its reason on all others.
         """
         if self.schedule.forward_only:
             raise ValueError("schedule has no backward passes: use evaluate")
@@ -170,7 +175,7 @@ class Pipeline:
         meter = self._meter if self.memory_meter else None
         if meter is not None:
             meter.batch(t for pieces in work.pieces for t in pieces)
-        with self._summed_copies():
+        with self._copies.summed(self._together):
             record, links = self._run(self.schedule, work, pace or self.pace, meter)
         if self.optimizer is not None:
             self.optimizer.step()
@@ -197,35 +202,6 @@ class Pipeline:
             self._run(schedule, work)
         return self._outputs(work, targets, counts)
 
-    @contextmanager
-    def _summed_copies(self):
-        """Add up the gradients that the copies of a stage get within this context, after the last
-        backward pass, in one all-reduce a stage."""
-        shared = [(list(self._parts[stage].parameters()), self.schedule.holders[stage])
-                  for stage in self._own if stage in self.schedule.copies]  # fmt: skip
-        before = [[p.grad for p in parameters] for parameters, _ in shared]
-        for parameters, _ in shared:
-            for parameter in parameters:
-                parameter.grad = None
-        yield
-        for (parameters, ranks), known in zip(shared, before, strict=True):
-            for dtype in sorted({p.dtype for p in parameters}, key=str):
-                same = [(p, k) for p, k in zip(parameters, known, strict=True) if p.dtype == dtype]
-                self._sum_over(ranks, same)
-
-    def _sum_over(self, ranks: tuple[int, ...], parameters: list) -> None:
-        """Sum gradients of one dtype over the ranks; what was there before is added behind."""
-        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p, _ in parameters]
-        there = grads[0].new_tensor([p.grad is not None for p, _ in parameters])
-        flat = torch.cat([*(g.flatten() for g in grads), there])
-        flat = flat.to(_collective_device())
-        with self._together(collective=True):
-            dist.all_reduce(flat, group=self._groups[ranks])
-        *parts, there = flat.to(self.device).split([*(g.numel() for g in grads), len(grads)])
-        for (parameter, known), part, used in zip(parameters, parts, there.tolist(), strict=True):
-            total = part.view_as(parameter).clone() if used else None
-            parameter.grad = total if known is None else known if total is None else known + total
-
     def _outputs(self, work: Work, targets, counts: list[int]) -> Evaluation:
         """Bring outputs and loss from the ranks with the last stage to every rank."""
         own: dict[int, tuple] = {}
@@ -239,7 +215,7 @@ class Pipeline:
         for source in self.schedule.holders[self.schedule.stages - 1]:
             box = [own]
             with self._together(collective=True):
-                dist.broadcast_object_list(box, source, device=_collective_device())
+                dist.broadcast_object_list(box, source, device=collective_device())
             found |= box[0]
         losses, parts = zip(*(found[m] for m in range(len(counts))), strict=True)
         shares = self._shares(counts)
@@ -273,6 +249,10 @@ class Pipeline:
             what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise PipelineError(f"loss_fn must return one number, a {self.reduction} over the "
                                 f"rows, not {what}")  # fmt: skip
+        reached = [v for v in as_batch(outputs) if isinstance(v, torch.Tensor) and v.requires_grad]
+        if reached and torch.is_grad_enabled() and not loss.requires_grad:
+            raise PipelineError("loss_fn must return a loss that depends on the outputs: this one "
+                                "has no gradient (was it detached?)")  # fmt: skip
         return loss.reshape(())
 
     def _runner(self, schedule: Schedule) -> tuple[Interpreter, Links]:
@@ -322,6 +302,8 @@ class Pipeline:
             raise PipelineError(f"an earlier step failed and broke the connections: {self._broken}")
         wanted = [("inputs", inputs, self._first), ("targets", targets, self._last)]
         trouble, rows = "", [-1, -1]
+        if use == "step" and not torch.is_grad_enabled():
+            trouble = "step needs gradients, but was called under no_grad or inference_mode"
         for place, (name, batch, held) in enumerate(wanted):
             if not held or (use == "evaluate" and name == "targets" and batch is None):
                 continue
@@ -372,7 +354,7 @@ class Pipeline:
                 module.training = mode
 
 
-def _check_arguments(schedule, loss_fn, reduction, optimizer) -> None:
+def _check_arguments(schedule, loss_fn, reduction, optimizer, pace) -> None:
     if not dist.is_initialized():
         raise ValueError("a Pipeline is made inside a rank: call it in a function that launch runs")
     if not isinstance(schedule, Schedule):
@@ -389,6 +371,8 @@ def _check_arguments(schedule, loss_fn, reduction, optimizer) -> None:
         raise ValueError(f"reduction must be 'mean' or 'sum', not {reduction!r}")
     if optimizer is not None and not callable(optimizer):
         raise TypeError("optimizer must be a function from parameters to an optimizer")
+    if pace is not None and not hasattr(pace, "attach"):
+        raise TypeError(f"pace must be a Pace, not {type(pace).__name__}")
 
 
 def _device(rank: int, device) -> torch.device:
@@ -399,11 +383,6 @@ def _device(rank: int, device) -> torch.device:
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
-def _collective_device() -> torch.device:
-    nccl = dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-
-
 def _one_machine() -> bool:
     """Whether all ranks run on one machine, so that they have one clock."""
     names: list = [None] * dist.get_world_size()
@@ -411,7 +390,7 @@ def _one_machine() -> bool:
     return len(set(names)) == 1
 
 
-def _agree_on_model(schedule: Schedule, parts: list[nn.Sequential]) -> None:
+def _agree_on_model(schedule: Schedule, parts: list[nn.Sequential], settings: tuple) -> None:
     """Refuse ranks with different schedules or models; warn where only the weights differ."""
     names = [([n for n, _ in part.named_children()],
               [(n, p.shape, p.dtype) for n, p in part.named_parameters()]) for part in parts]
@@ -419,13 +398,13 @@ def _agree_on_model(schedule: Schedule, parts: list[nn.Sequential]) -> None:
     layers = [layer for part in parts for layer in part]
     trained = any(layer in _seen for layer in layers)  # then ranks differ in what they trained
     _seen.update(layers)
-    digest = hashlib.sha256(f"{schedule}{names}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{schedule}{names}{settings}".encode()).hexdigest()
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (digest, weights))
     for rank, (other, other_weights) in enumerate(everyone):
         if other != everyone[0][0]:
-            raise ValueError(f"rank {rank} has another schedule, model or cut than rank 0: every "
-                             "rank passes the same")  # fmt: skip
+            raise ValueError(f"rank {rank} has another schedule, model, cut, reduction or "
+                             "optimizer than rank 0: every rank passes the same")  # fmt: skip
         same = trained or all(math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-5) or a != a
                    for a, b in zip(everyone[0][1], other_weights, strict=True))  # fmt: skip
         if not same and dist.get_rank() == rank:

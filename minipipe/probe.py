@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from minipipe.costs import Costs
+from minipipe.engine.overlap import ChainedStage, make_stage
 from minipipe.engine.stage import Stage, as_values
 from minipipe.memory import Meter
 
@@ -50,7 +51,8 @@ def probe(parts: list[nn.Sequential], inputs, targets, loss_fn: Callable,
             finish = (lambda outputs: loss_fn(outputs, targets)) if last else None
             part = copy.deepcopy(part)
             meter = Meter([*part.parameters(), *part.buffers()])
-            stage = Stage(part, number, meter)
+            stage = make_stage(part, number)
+            stage.meter = meter
             meter.batch([*as_values(inputs)[0], *as_values(targets)[0]])
             row, values, single = _one_stage(stage, values, single, finish, repeats)
             for column, value in zip(columns, row, strict=True):
@@ -58,7 +60,7 @@ def probe(parts: list[nn.Sequential], inputs, targets, loss_fn: Callable,
     return Probe(*columns)
 
 
-def _one_stage(stage: Stage, values: tuple, single: bool, finish, repeats: int):
+def _one_stage(stage: Stage | ChainedStage, values: tuple, single: bool, finish, repeats: int):
     """The figures of one stage, and what it hands to the next one."""
     needs = tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
     times: list[list[float]] = [[], []]
@@ -68,14 +70,14 @@ def _one_stage(stage: Stage, values: tuple, single: bool, finish, repeats: int):
         fresh = tuple(v.detach().clone() if needed else v for v, needed in
                       zip(values, needs, strict=True))  # fmt: skip
         start = time.perf_counter()
-        outputs = stage.forward(0, fresh, single, needs, finish, split=split)
+        outputs = _whole(stage.forward_parts(0, fresh, single, needs, finish, split=split))
         middle = time.perf_counter()
         kept = stage.meter.level
         given, alone = as_values(outputs)
         gradients = [torch.ones_like(v) for v in given
                      if isinstance(v, torch.Tensor) and v.requires_grad]  # fmt: skip
         again = time.perf_counter()
-        stage.backward(0, gradients)
+        _whole(stage.backward_parts(0, gradients))
         if split:
             waiting = stage.meter.level
             stage.backward_weight(0)
@@ -88,6 +90,15 @@ def _one_stage(stage: Stage, values: tuple, single: bool, finish, repeats: int):
     )  # fmt: skip
     row = (_bytes(values), kept, waiting, _bytes(given), min(times[0]), min(times[1]))
     return row, handed, alone
+
+
+def _whole(parts: Iterator):
+    """Do all parts of an action; what it returns."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value
 
 
 def _bytes(values: tuple) -> int:

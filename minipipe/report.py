@@ -178,9 +178,9 @@ def ranks_table(t: Timeline) -> Table:
     from rich.table import Table
 
     kept = "peak activations" + ("" if t.memory_unit == "bytes" else " (micro-batches)")
-    table = Table(box=box.SIMPLE_HEAD, title="Ranks", title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, title="Ranks", title_justify="left", padding=(0, 1, 0, 0))
     for column in ("rank", "stages", "busy", "fill", "inside", "drain", kept):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", min_width=least_width([], column))
     for rank, (busy, idle) in enumerate(zip(t.busy, t.waiting, strict=True)):
         stages = " ".join(map(str, t.schedule.stages_of(rank)))
         times = [duration(t, v) for v in (busy, idle.fill, idle.inside, idle.drain)]
@@ -211,9 +211,33 @@ def _race_columns(entry: dict) -> dict[str, str]:
     return {name: "–" if value is None else how(value) for name, (value, how) in figures.items()}
 
 
+def least_width(rows: Sequence[dict[str, str]], heading: str) -> int:
+    """Characters that a column needs: headings are broken at blanks, cells only where long."""
+    return max([*map(len, heading.split()), *(min(24, len(row[heading])) for row in rows)])
+
+
+def fitting(rows: Sequence[dict[str, str]], first: list[str], groups: Sequence[list[str]],
+            width: int | None) -> list[tuple[int, list[str]]]:  # fmt: skip
+    """Which columns go into which table, so that none is wider than `width` characters: (number of
+    the group, headings). Each begins with the `first` columns."""
+    def size(heading: str) -> int:
+        return least_width(rows, heading) + 2
+
+    tables: list[tuple[int, list[str]]] = []
+    for number, group in enumerate(groups):
+        room = 0
+        for heading in group:
+            room -= size(heading)
+            if room < 0:
+                tables.append((number, [*first]))
+                room = (width or 10**6) - 1 - sum(map(size, [*first, heading]))
+            tables[-1][1].append(heading)
+    return tables
+
+
 def race_tables(entries: Sequence[dict], width: int = 124) -> list[Table]:
     """The comparison of a race: `entries` as in `minipipe race --json`; one table, or two where
-    it is to be read in fewer than 124 characters."""
+    it is to be read in fewer than 124 characters, and more on a narrow terminal."""
     from rich import box
     from rich.table import Table
 
@@ -221,18 +245,20 @@ def race_tables(entries: Sequence[dict], width: int = 124) -> list[Table]:
     headings = list(_race_columns({}))
     titles = ["Bubble = idle / (ranks × makespan).",
               "Activations, parameters and bytes sent: the largest of the ranks."]  # fmt: skip
-    parts = [(" ".join(titles), headings)]
-    if width < 124:
-        parts = [(titles[0], headings[:6]), (titles[1], headings[6:])]
+    groups = [headings[:6], headings[6:]]
+    if width >= 124:
+        titles, groups = [" ".join(titles)], [headings]
+    rows = {name: {"entry": name, **row} for name, row in rows.items()}
     tables = []
-    for title, shown in parts:
+    for group, shown in fitting([*rows.values()], ["entry"], groups, width):
+        title = titles[group] if groups[group][0] in shown else None
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD,
                       padding=(0, 1, 0, 0))  # fmt: skip
-        table.add_column("entry", no_wrap=True)
         for heading in shown:
-            table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
-        for name, row in rows.items():
-            table.add_row(name, *(row[heading] for heading in shown))
+            table.add_column(heading, justify="left" if heading == "entry" else "right",
+                             min_width=least_width([*rows.values()], heading))  # fmt: skip
+        for row in rows.values():
+            table.add_row(*(row[heading] for heading in shown))
         tables.append(table)
     return tables
 

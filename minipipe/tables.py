@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from minipipe.family import distance, family
-from minipipe.report import number, percent
+from minipipe.report import fitting, least_width, number, percent
 from minipipe.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def _family_columns(t: Timeline, bytes_too: bool) -> dict[str, str]:
 
 def family_tables(timelines: Sequence[Timeline], bytes_too: bool,
                   width: int | None = None) -> list[Table]:  # fmt: skip
-    """Every schedule, by family: one table, or two where it is read in fewer than 160 characters.
+    """Every schedule, by family: one table, or two where it is read in fewer than 160 characters,
+    and more on a narrow terminal, which has no room for the families' names.
 
     bytes_too: whether messages have a size.
     """
@@ -52,15 +53,17 @@ def family_tables(timelines: Sequence[Timeline], bytes_too: bool,
               "(makespan − ideal) / ideal Megatron-LM's, own span Zero Bubble's, the last a time.",
               "The bound is that of the placement, with memory for all. Kept: activations in "
               "whole-share micro-batches. Bytes: of all ranks, in units of --costs message=…"]
-    parts = [(" ".join(titles), headings)]
-    if width is not None and width < 160:
-        parts = [(titles[0], headings[:8]), (titles[1], headings[:2] + headings[8:])]
+    groups = [headings[2:8], headings[8:]]
+    if width is None or width >= 160:
+        titles, groups = [" ".join(titles)], [headings[2:]]
+    first = headings[:2] if width is None or width >= 100 else ["schedule"]
     tables = []
-    for title, shown in parts:
+    for group, shown in fitting(rows, first, groups, width):
+        title = titles[group] if groups[group][0] in shown else None
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for heading in shown:
             table.add_column(heading, justify="left" if heading in headings[:2] else "right",
-                             min_width=max(map(len, heading.split())))  # fmt: skip
+                             min_width=least_width(rows, heading))  # fmt: skip
         last = ""
         for row in rows:
             if last and row["family"] != last:

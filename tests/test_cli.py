@@ -1,6 +1,9 @@
 """The commands: what they print, what they refuse, and how they end."""
 
+import errno
 import json
+import os
+import shlex
 import subprocess
 import sys
 
@@ -8,8 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 import minipipe as mp
-from minipipe import report
+from minipipe import family, report
 from minipipe.cli import app
+from minipipe.tables import family_tables
 
 STAIRCASE = """\
 GPU 0: F0 F1 F2 F3 F4 F5  .  .  .
@@ -87,6 +91,7 @@ def test_show_takes_costs_as_exact_fractions():
     assert shown("gpipe", "--costs", "F=1:3:1:1,I=0,W=1")["ideal"] == 8 * 4
     assert shown("gpipe", "--costs", "message=4,bandwidth=2")["makespan"] > 33
     assert shown("interleaved", "--chunks", "2", "--group", "6")["stages"] == 8
+    assert max(shown("zb-auto", "--memory-limit", "4")["peak_activations"]) == 4
 
 
 def test_show_reads_rows_from_a_file_and_draws_them(tmp_path):
@@ -116,6 +121,22 @@ def test_show_without_a_text_picture():
     (["show", "gpipe", "--costs", "B=2"], ["give I and W"]),
     (["show", "gpipe", "--costs", "G=2"], ["'G=2' is none of F=…"]),
     (["show", "gpipe", "--costs", "F=1:2"], ["2 costs", "4 stages"]),
+    (["show", "gpipe", "--costs", "F=1e400"], ["F=1e400 is not a number"]),
+    (["show", "gpipe", "--costs", "F=1e999999999"], ["F=1e999999999 is not a number"]),
+    (["show", "gpipe", "--costs", f"F={10**100}"], ["is not a number"]),
+    (["show", "gpipe", "--costs", "F=1,F=2"], ["F is given twice"]),
+    (["show", "interleaved", "--chunks", "0"], ["chunks=0", "at least 1"]),
+    (["show", "interleaved", "--group", "0"], ["group=0", "at least 1"]),
+    (["show", "--all", "--waves", "0"], ["waves=0", "at least 1"]),
+    (["show", "zb-auto", "--memory-limit", "1/2"], ["memory_limit=1/2", "value is 1"]),
+    (["show", "zb-auto", "--memory-limit", "x"], ["--memory-limit x"]),
+    (["show", "1f1b", "--memory-limit", "4"], ["no argument 'memory_limit'"]),
+    (["show", "gpipe", "--figure", "figure"], ["ending: .png"]),
+    (["show", "--all", "--figure", "."], ["ending: .png"]),
+    (["literature", "--figure", "/nowhere/at/all.png"], ["no such file or directory"]),
+    (["optimize", "--memory", "1e999999999"], ["--memory 1e999999999 is not a number"]),
+    (["optimize", "--out", "/nowhere/at/all.txt"], ["--out /nowhere/at/all.txt"]),
+    (["search", "--out", "."], ["--out .: is no file"]),
     (["show", "gpipe", "--figure", "figure.xyz"], ["xyz"]),
     (["show", "gpipe", "--figure", "/nowhere/at/all.png"], ["/nowhere/at/all.png"]),
     (["show", "naive", "--forward-only"], ["one micro-batch at a time"]),
@@ -195,7 +216,8 @@ def test_show_of_illegal_rows_ends_with_1():
 
 def test_every_command_has_help():
     assert run("--help").exit_code == 0
-    for command in ("show", "check", "doctor"):
+    for command in ("show", "check", "doctor", "literature", "optimize", "search", "race", "run",
+                    "bench"):  # fmt: skip
         result = run(command, "--help")
         assert result.exit_code == 0 and "--json" in result.stdout
 
@@ -230,6 +252,45 @@ def test_a_console_without_unicode_still_gets_its_table():
     assert result.returncode == 0 and b"Traceback" not in result.stderr
 
 
+def ended(script):
+    """A line of a shell in which `minipipe` starts the command: exit code and standard error."""
+    script = script.replace("minipipe", f"{shlex.quote(sys.executable)} -m minipipe")
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {script}"], capture_output=True,
+                          check=False, encoding="utf-8")  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell's pipes and files")
+def test_output_that_goes_nowhere_ends_without_a_traceback():
+    for command in ("show --all", "literature", "show 1f1b", "show 1f1b --json"):
+        for end in ("| head -n 1", "| true"):
+            code, error = ended(f"minipipe {command} {end}")
+            assert code in (0, 1) and error == ""
+        assert ended(f"minipipe {command} >&-") == (0, "")
+        if os.path.exists("/dev/full"):
+            assert ended(f"minipipe {command} > /dev/full") == (
+                1, "minipipe: no space left on device\n")
+
+
+def test_a_file_that_cannot_be_written_is_named(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/losses.png")
+
+    monkeypatch.setattr("minipipe.cli_all.show_all", full)
+    result = run("show", "--all")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "minipipe: runs/losses.png: no space left on device\n"
+
+
+def test_ctrl_c_ends_with_130(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("minipipe.cli_all.show_all", interrupted)
+    result = run("show", "--all")
+    assert (result.exit_code, result.stdout) == (130, "") and "Traceback" not in result.stderr
+
+
 def test_doctor():
     result = run("doctor", "--json")
     found = json.loads(result.stdout)
@@ -237,7 +298,7 @@ def test_doctor():
     assert list(states) == ["Python", "torch", "torchvision", "matplotlib", "jupyter",
                             "processor cores", "memory", "disk", "start of ranks",
                             "ranks over loopback", "CUDA GPUs", "data files",
-                            "browser (optional)"]  # fmt: skip
+                            "OR-Tools (optional)", "browser (optional)"]  # fmt: skip
     assert states["ranks over loopback"] == states["data files"] == "ok"
     assert found["ok"] == ("fails" not in states.values())
     assert result.exit_code == (0 if found["ok"] else 1)
@@ -257,10 +318,13 @@ def test_doctor_survives_what_is_broken(monkeypatch):
     monkeypatch.setattr(datasets, "load", damaged)
     monkeypatch.setattr(doctor, "_cuda", broken)
     monkeypatch.setattr(doctor, "_loopback", lambda: doctor.Finding("ranks", doctor.OK, "yes"))
+    for name in ("ortools", "ortools.sat.python", "ortools.sat.python.cp_model"):
+        monkeypatch.setitem(sys.modules, name, None)
     result = run("doctor")
     assert result.exit_code == 1
     assert "fails data files           mnist.npz is damaged" in result.stdout
     assert "fails CUDA GPUs            ImportError: libtorch.so" in result.stdout
+    assert "note  OR-Tools (optional)  not installed\n" in result.stdout
     assert result.stdout.endswith("Does not work: CUDA GPUs, data files.\n")
 
 
@@ -302,6 +366,22 @@ def test_race_table_prints_units_and_whole_names():
         assert len(tables) == count and "…" not in text
         assert all(word in text for word in ("(MB)", "(ms)", "(%)", "one-process", "0.5000",
                                              "27.3", "4.00", "2.0e-06"))  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 124, 160, 220])
+def test_tables_fit_the_terminal_and_lose_nothing(width):
+    timelines, _ = family.everything(8, 16)
+    for tables, rows, words in (
+        (report.race_tables(RACE, width), RACE, ["step (ms)", "bubble predicted (%)",
+         "bubble measured (%)", "peak activations (MB)", "sent a step (MB)"]),
+        (family_tables(timelines, False, width), timelines, ["makespan", "own span", "most kept",
+         "kept on each rank", "messages", "bytes sent"]),
+    ):  # fmt: skip
+        headings = [str(column.header) for table in tables for column in table.columns]
+        assert [headings.count(word) for word in words] == [1] * len(words)
+        assert {table.row_count for table in tables} == {len(rows)}
+        text = printed(tables, width).replace("message=…", "")
+        assert "…" not in text and max(map(len, text.splitlines())) <= width
 
 
 def test_words_are_computed_from_the_numbers():

@@ -25,30 +25,16 @@ class Exchange(nn.Module):
         return values
 
 
-class ChainedStage:
+class ChainedStage(Stage):
     """A stage that is cut at its exchanges: a chain of stages on one rank, run part by part.
 
     Its `forward_parts` and `backward_parts` stop there, so that something else can be computed.
     """
 
-    def __init__(self, module: nn.Sequential, number: int):
-        self.module, self.number = module, number
-        names: list[list[str]] = [[]]
-        for name, layer in module.named_children():
-            if isinstance(layer, Exchange):
-                names.append([])
-            else:
-                names[-1].append(name)
-        children = dict(module.named_children())
-        self._chain = [
-            Stage(nn.Sequential(*(children[name] for name in part)), number)
-            for part in names if part
-        ]  # fmt: skip
-
-    @property
-    def segments(self) -> int:
-        """Number of parts; there is an exchange between each two."""
-        return len(self._chain)
+    def __init__(self, module: nn.Sequential, number: int, parts: list[list[nn.Module]]):
+        self._chain = [Stage(nn.Sequential(*layers), number) for layers in parts]
+        super().__init__(module, number)
+        self.segments = len(self._chain)
 
     @property
     def meter(self) -> Meter | None:
@@ -60,13 +46,21 @@ class ChainedStage:
         for stage in self._chain:
             stage.meter = meter
 
-    def forward_parts(self, microbatch: int, values: tuple, single: bool, needs, finish=None,
-                      paired: bool = False,
-                      **options) -> Generator[None, None, object]:  # fmt: skip
+    def forward_parts(self, microbatch: int, values: tuple, single: bool, needs, finish=None, *,
+                      drop: bool = False, **options) -> Generator[None, None, object]:  # fmt: skip
         """As `Stage.forward`, but stops (yields) at each exchange."""
+        if not drop:
+            options.pop("paired", None)
+            return (yield from self._forward(microbatch, values, single, needs, finish, **options))
+        outputs = self.forward(microbatch, values, single, needs, finish, True, options["split"])
+        for _ in self._chain[1:]:
+            yield
+        return outputs
+
+    def _forward(self, microbatch: int, values: tuple, single: bool, needs, finish, **options):
         *chain, last = self._chain
         for stage in chain:
-            outputs = stage.forward(microbatch, values, single, needs, **options)
+            outputs = stage.forward(microbatch, values, single, needs, split=options["split"])
             values, single = as_values(outputs)
             needs = tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
             # An exchange gives new tensors; the next part may change them in place.
@@ -85,25 +79,22 @@ class ChainedStage:
 
     def infer(self, values: tuple, single: bool, finish=None):
         """Run the layers without keeping anything."""
-        with torch.no_grad():
-            outputs = self.module(values[0] if single else values)
-            return outputs if finish is None else finish(outputs)
+        for stage in self._chain[:-1]:
+            values, single = as_values(stage.infer(values, single))
+        return self._chain[-1].infer(values, single, finish)
 
     def recompute(self, microbatch: int) -> None:
         """Run the forward pass again, part by part."""
-        for stage in self._chain:
-            stage.recompute(microbatch)
+        with self._again(microbatch) as (kept, inputs):
+            for _ in self._forward(microbatch, *inputs, split=kept.deferred is not None,
+                                   flags=kept.flags):  # fmt: skip
+                pass
+        del self._kept[microbatch]
 
     def backward_weight(self, microbatch: int) -> None:
         """Compute the weight gradients that are left."""
         for stage in reversed(self._chain):
             stage.backward_weight(microbatch)
-
-    def apart(self, value):
-        """As `Stage.apart`."""
-        for stage in self._chain:
-            value = stage.apart(value)
-        return value
 
     def begin(self, new: bool) -> None:
         """As `Stage.begin`."""
@@ -118,12 +109,22 @@ class ChainedStage:
         """Let go of everything, after a step that failed."""
         for stage in self._chain:
             stage.clear()
+        super().clear()
 
 
-def make_stage(module: nn.Sequential, number: int) -> Stage | ChainedStage:
-    """The stage of these layers, cut at its exchanges where it has any."""
-    chained = any(isinstance(layer, Exchange) for layer in module)
-    return (ChainedStage if chained else Stage)(module, number)
+def make_stage(module: nn.Sequential, number: int) -> Stage:
+    """The stage of these layers, cut at its exchanges where they part it."""
+    layers = list(module)
+    if len(layers) == 1 and type(layers[0]) is nn.Sequential:
+        layers = list(layers[0])
+    parts: list[list[nn.Module]] = [[]]
+    for layer in layers:
+        if not isinstance(layer, Exchange):
+            parts[-1].append(layer)
+        elif parts[-1]:
+            parts.append([])
+    parts = [part for part in parts if part]
+    return ChainedStage(module, number, parts) if len(parts) > 1 else Stage(module, number)
 
 
 def offered(forward: Stage, backward: Stage) -> bool:

@@ -72,15 +72,17 @@ class Stage:
         return outputs
 
     def forward(self, microbatch: int, values: tuple, single: bool, needs: tuple[bool, ...],
-                finish=None, drop: bool = False, split: bool = False):  # fmt: skip
+                finish=None, drop: bool = False, split: bool = False, flags=None):  # fmt: skip
         """Run the layers on one micro-batch; returns what they give.
 
         needs: which of the values want a gradient. finish: a function of the outputs, the loss
         on the last stage; its result is returned instead. drop: keep only the inputs, a
-        `recompute` will follow. split: weight gradients wait for `backward_weight`.
+        `recompute` will follow. split: weight gradients wait for `backward_weight`. flags: which
+        outputs were sent as needing a gradient, where this is a recompute.
         """
         kept = self._kept[microbatch] = _MicroBatch()
         kept.deferred = Deferred(self.module, self.meter) if split else None
+        kept.flags = flags
         if not drop:
             return self._attach(kept, values, single, needs, finish)
         kept.inputs = values, single, needs, finish
@@ -135,10 +137,16 @@ class Stage:
 
     def recompute(self, microbatch: int) -> None:
         """Run the forward pass again, with the same dropout masks, and keep it this time."""
+        with self._again(microbatch) as (kept, inputs):
+            self._attach(kept, *inputs)
+
+    @contextmanager
+    def _again(self, microbatch: int):
+        """A micro-batch and its inputs, with random numbers and buffers as in its forward pass."""
         kept = self._kept[microbatch]
         inputs, kept.inputs, kept.held = kept.inputs, None, None
         with _restored(kept.random), self._spare_buffers():
-            self._attach(kept, *inputs)
+            yield kept, inputs
 
     def _attach(self, kept: _MicroBatch, values: tuple, single: bool, needs, finish):
         values = self._enter(kept, values, needs)

@@ -13,6 +13,12 @@ import torch.distributed as dist
 MESSAGE, EXCHANGE, NOBODY = 0, 1, 99
 
 
+def collective_device() -> torch.device:
+    """Where tensors have to be for collective operations."""
+    nccl = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
 class Channels:
     """Sends and receives of this rank; made alike, and at the same time, on every rank.
 

@@ -201,7 +201,8 @@ def test_without_or_tools_there_is_one_clear_line(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     result = CliRunner().invoke(app, ["optimize"])
     assert (result.exit_code, result.stdout) == (2, "")
-    line = "optimize needs OR-Tools: pip install 'minipipe[optimize]'"
+    line = ("optimize needs OR-Tools: in minipipe's folder, "
+            "python -m pip install -e '.[optimize]'")
     assert result.stderr.count("\n") == 1 and result.stderr.strip().endswith(f"optimize: {line}")
     with pytest.raises(ImportError, match=r"pip install 'minipipe\[optimize\]'"):
         optimize(2, 2)
