@@ -5,95 +5,34 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from fractions import Fraction
-from statistics import median
 
+from minipipe import gains
 from minipipe.costs import Costs
+from minipipe.measure import LIMIT, REPEATS, TORCH, Case, case, in_turns, slowest
 from minipipe.ranks.launch import launch
 from minipipe.schedule import Schedule
 from minipipe.schedules import build
 from minipipe.simulate import simulate
 
-REPEATS = 21
-LIMIT = 240.0  # seconds that one launch may take
-TORCH = "torch.distributed.pipelining"
+TORCH_NAMES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe",
+               "interleaved": "ScheduleInterleaved1F1B", "breadth-first": "ScheduleLoopedBFS",
+               "zb-1p": "ScheduleInterleavedZeroBubble", "zb-v": "ScheduleZBVZeroBubble",
+               "dualpipev": "ScheduleDualPipeV"}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Case:
-    """Medians of one benchmark's two sides in `unit`, and their ratio."""
-
-    name: str
-    case: str
-    ours: float
-    theirs: float
-    unit: str
-    ratio: float
-    peer: str
-
-    def as_dict(self) -> dict:
-        """For JSON."""
-        return asdict(self)
-
-    def line(self) -> str:
-        """One line of text."""
-        return (f"{self.name:<18}{self.case:<34}{self.ours:>12.4g} {self.unit:<10}"
-                f"{self.peer} {self.theirs:.4g}: ratio {self.ratio:.3f}")  # fmt: skip
-
-
-def _case(name: str, case: str, ours: list[float], theirs: list[float], unit: str,
-          peer: str) -> Case:  # fmt: skip
-    """The medians of both sides, whose repetitions took turns."""
-    return Case(name, case, median(ours), median(theirs), unit,
-                median(ours) / median(theirs), peer)  # fmt: skip
-
-
-def in_turns(repeats: int, *sides: Callable[[], object]) -> list[list[float]]:
-    """Seconds of each side in each repetition, one after the other; the first is not counted. All
-    ranks start at the same moment, which rank 0 names."""
+def _torch_schedule(schedule: Schedule, modules, rank: int, loss_fn):
+    """torch's own schedule of this name over the stages that this rank holds."""
     import torch
-    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, schedules
 
-    times: list[list[float]] = [[] for _ in sides]
-    for repetition in range(repeats + 1):
-        for side, measured in zip(sides, times, strict=True):
-            dist.barrier()
-            moment = torch.tensor([time.perf_counter() + 0.01], dtype=torch.float64)
-            dist.broadcast(moment, 0)
-            start = float(moment)
-            time.sleep(max(0.0, start - time.perf_counter()))
-            side()
-            if repetition:
-                measured.append(time.perf_counter() - start)
-    return times
+    kind = getattr(schedules, TORCH_NAMES[schedule.name])
+    stages = [PipelineStage(modules[number], number, schedule.stages, torch.device("cpu"))
+              for number in schedule.stages_of(rank)]  # fmt: skip
+    held = stages if schedule.stages > schedule.ranks else stages[0]
+    return kind(held, schedule.microbatches, loss_fn=loss_fn)
 
 
-def slowest(results: list[list[list[float]]]) -> list[list[float]]:
-    """A step lasts until its slowest rank is done: from [rank][side][repetition]."""
-    sides = zip(*results, strict=True)
-    return [[max(times) for times in zip(*side, strict=True)] for side in sides]
-
-
-def _torch_schedule(name: str, modules, rank: int, ranks: int, microbatches: int, loss_fn):
-    """torch's own schedule of this name over the stages that this rank holds there."""
-    from torch.distributed import pipelining
-
-    kinds = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B,
-             "interleaved": pipelining.ScheduleInterleaved1F1B}  # fmt: skip
-    import torch
-
-    stages = [
-        pipelining.PipelineStage(module, number, len(modules), torch.device("cpu"))
-        for number, module in enumerate(modules)
-        if number % ranks == rank
-    ]
-    held = stages if name == "interleaved" else stages[0]
-    return kinds[name](held, microbatches, loss_fn=loss_fn)
-
-
-def _step_sides(rank: int, ranks: int, name: str, layers, inputs, targets, microbatches: int,
-                repeats: int):  # fmt: skip
+def _step_sides(rank: int, schedule: Schedule, layers, inputs, targets, repeats: int):
     """Time our step and torch's on the same modules."""
     import copy
 
@@ -101,12 +40,11 @@ def _step_sides(rank: int, ranks: int, name: str, layers, inputs, targets, micro
 
     from minipipe.pipeline import Pipeline
 
-    schedule = build(name, ranks=ranks, microbatches=microbatches)
-    loss_fn = nn.functional.mse_loss
+    loss_fn, held = nn.functional.mse_loss, schedule.stages_of(rank)
     pipe = Pipeline(layers, schedule, loss_fn, memory_meter=False)
-    theirs = _torch_schedule(name, copy.deepcopy(layers), rank, ranks, microbatches, loss_fn)
-    theirs_inputs = [inputs] if rank == 0 else []
-    last = {"target": targets, "losses": []} if rank == ranks - 1 else {}
+    theirs = _torch_schedule(schedule, copy.deepcopy(layers), rank, loss_fn)
+    theirs_inputs = [inputs] if 0 in held else []
+    last = {"target": targets, "losses": []} if schedule.stages - 1 in held else {}
     return in_turns(repeats, lambda: pipe.step(inputs, targets),
                     lambda: theirs.step(*theirs_inputs, **last))  # fmt: skip
 
@@ -116,18 +54,18 @@ def _tiny_step(rank: int, name: str, repeats: int):
     from torch import nn
 
     torch.manual_seed(0)
-    stages = 8 if name == "interleaved" else 4
-    layers = [nn.Linear(16, 16) for _ in range(stages)]
+    schedule = build(name, ranks=4, microbatches=32)
+    layers = [nn.Linear(16, 16) for _ in range(schedule.stages)]
     inputs, targets = torch.randn(64, 16), torch.randn(64, 16)
-    return _step_sides(rank, 4, name, layers, inputs, targets, 32, repeats)
+    return _step_sides(rank, schedule, layers, inputs, targets, repeats)
 
 
 def step_overhead() -> list[Case]:
     """A step with next to no compute, 4 ranks, 32 micro-batches: what the engine itself costs."""
     cases = []
-    for name in ("1f1b", "gpipe", "interleaved"):
+    for name in TORCH_NAMES:
         ours, theirs = slowest(launch(_tiny_step, name, REPEATS, ranks=4, timeout=LIMIT))
-        cases.append(_case("step-overhead", name, ours, theirs, "s", TORCH))
+        cases.append(case("step-overhead", name, ours, theirs, "s", TORCH))
     return cases
 
 
@@ -145,13 +83,13 @@ def _transformer(stages: int):
 
 
 def _transformer_steps(rank: int, repeats: int):
-    return _step_sides(rank, 2, "1f1b", *_transformer(2), 8, repeats)
+    return _step_sides(rank, build("1f1b", ranks=2, microbatches=8), *_transformer(2), repeats)
 
 
 def real_step() -> list[Case]:
     """Real compute, 2 ranks, 1F1B, 8 micro-batches: transformer blocks of 49 tokens, dim 128."""
     ours, theirs = slowest(launch(_transformer_steps, REPEATS, ranks=2, timeout=LIMIT))
-    return [_case("real-step", "1f1b, transformer", ours, theirs, "s", TORCH)]
+    return [case("real-step", "1f1b, transformer", ours, theirs, "s", TORCH)]
 
 
 def _against_one_process(rank: int, threads: int, microbatches: int, repeats: int):
@@ -180,13 +118,13 @@ def _against_one_process(rank: int, threads: int, microbatches: int, repeats: in
 def two_core_speedup() -> list[Case]:
     """One process over ours with 2 ranks: the same micro-batches, the full batch, two threads."""
     cases = []
-    for case, threads, microbatches in (("one thread, same micro-batches", 1, 8),
+    for what, threads, microbatches in (("one thread, same micro-batches", 1, 8),
                                         ("one thread, full batch", 1, 1),
                                         ("two threads, same micro-batches", 2, 8),
                                         ("two threads, full batch", 2, 1)):  # fmt: skip
         alone, ours = slowest(launch(_against_one_process, threads, microbatches, REPEATS,
                                      ranks=2, threads=1, timeout=LIMIT))  # fmt: skip
-        cases.append(_case("two-core-speedup", case, alone, ours, "s", "minipipe, 2 ranks"))
+        cases.append(case("two-core-speedup", what, alone, ours, "s", "minipipe, 2 ranks"))
     return cases
 
 
@@ -224,117 +162,7 @@ def pace_fidelity() -> list[Case]:
         slot = 0.02 * schedule.stages / schedule.ranks
         latency, found = launch(_paced, schedule, slot, 7, ranks=4, timeout=LIMIT)[0]
         predicted = float(simulate(schedule, Costs(slot, slot, slot, latency=latency)).makespan)
-        cases.append(_case("pace-fidelity", name, found, [predicted], "s", "simulate"))
-    return cases
-
-
-def _gain(name: str, case: str, baseline: Schedule, faster: Schedule, costs: Costs,
-          exchanges: bool = False) -> Case:  # fmt: skip
-    """The paced step of a baseline over that of a faster schedule, in turns in one launch."""
-    theirs, ours = zip(*launch(_paced_pair, baseline, faster, costs, exchanges, 5, ranks=4,
-                               timeout=LIMIT)[0], strict=True)  # fmt: skip
-    return _case(name, case, list(theirs), list(ours), "s", f"minipipe, {faster.name}")
-
-
-def _paced_pair(rank: int, baseline: Schedule, faster: Schedule, costs: Costs, exchanges: bool,
-                repeats: int):  # fmt: skip
-    """Makespans (baseline, faster) of each repetition, on emulated devices."""
-    import torch
-    from torch import nn
-
-    from minipipe.emulation import Pace
-    from minipipe.models.moe import LAYERS, moe
-    from minipipe.pipeline import Pipeline
-
-    batch = torch.randn(64, 32), torch.randn(64, 32)
-    pipes = []
-    for schedule in (baseline, faster):
-        blocks = 8 // schedule.stages
-        layers, cuts = [nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(8)], blocks
-        if exchanges:
-            layers, cuts = list(moe(depth=8)), blocks * LAYERS
-        pipes.append(Pipeline(nn.Sequential(*layers), schedule, nn.functional.mse_loss,
-                              cuts=[cuts] * schedule.stages))  # fmt: skip
-        pipes[-1].step(*batch)
-    found = []
-    for _ in range(repeats):
-        found.append([])
-        for pipe in pipes:
-            pace = Pace(costs)
-            found[-1].append(pipe.step(*batch, pace=pace).timeline.makespan)
-            if pace.overruns > 0.01 * pace.actions:
-                raise RuntimeError(f"{pace.overruns} of {pace.actions} actions overran their slots")
-    return found
-
-
-def _named(name: str, **arguments) -> Schedule:
-    return build(name, ranks=4, microbatches=8, **arguments)
-
-
-SLOT = 0.04  # seconds of F, I and W of a whole share each, where gains are measured
-
-
-def interleaved_gain() -> list[Case]:
-    """1F1B's paced step over interleaved's with 2 chunks: Megatron's 10 % and more; ideal 1.158."""
-    return [_gain("interleaved-gain", "2 chunks, ideal 1.158", _named("1f1b"),
-                  _named("interleaved"), Costs(SLOT, SLOT, SLOT))]  # fmt: skip
-
-
-def zero_bubble_gain() -> list[Case]:
-    """1F1B's paced step over ZB-H1's, with the same largest peak of the ranks; ideal 1.222."""
-    return [_gain("zero-bubble-gain", "zb-h1, ideal 1.222", _named("1f1b"), _named("zb-h1"),
-                  Costs(SLOT, SLOT, SLOT))]  # fmt: skip
-
-
-def zb_v_gain() -> list[Case]:
-    """1F1B's paced step over ZB-V's; ideal 1.294."""
-    return [_gain("zb-v-gain", "zb-v, ideal 1.294", _named("1f1b"), _named("zb-v"),
-                  Costs(SLOT, SLOT, SLOT))]  # fmt: skip
-
-
-def dualpipe_overlap() -> list[Case]:
-    """A quarter of each action is exchange, which pairs hide: 1F1B's paced step over theirs."""
-    costs = Costs(SLOT, SLOT, SLOT, exchange=Fraction(1, 4))
-    return [_gain("dualpipe-overlap", f"{name}, ideal {ideal}", _named("1f1b"), _named(name), costs,
-                  exchanges=True)
-            for name, ideal in (("dualpipe", 1.435), ("dualpipev", 1.419))]  # fmt: skip
-
-
-def _backward_times(rank: int, kind: str, repeats: int):
-    """Seconds of I and W together, of B, of torch's split, for one stage and micro-batch."""
-    import copy
-
-    import torch
-    from torch import nn
-
-    from minipipe.engine.stage import Stage
-    from minipipe.models import resnet, vit
-
-    blocks = (vit(dim=128, depth=4, heads=4, patch=4) if kind == "transformer" else
-              resnet(width=48, depth=4))  # fmt: skip
-    inputs = torch.randn(8, 49, 128) if kind == "transformer" else torch.randn(8, 48, 14, 14)
-    module = nn.Sequential(*list(blocks)[1:-1])
-    stages = [Stage(copy.deepcopy(module), 1) for _ in range(2)]
-    gradient = torch.randn_like(module(inputs))
-    times: list[list[float]] = [[], []]
-    for repetition in range(repeats + 3):
-        for split, (stage, measured) in enumerate(zip(stages, times, strict=True)):
-            stage.forward(0, (inputs,), True, (True,), split=bool(split))
-            start = time.perf_counter()
-            stage.backward(0, [gradient])
-            if split:
-                stage.backward_weight(0)
-            if repetition >= 3:
-                measured.append(time.perf_counter() - start)
-    return times
-
-
-def split_overhead() -> list[Case]:
-    """Real compute, one rank: I then W over the fused backward."""
-    cases = []
-    for kind in ("transformer", "convolution"):
-        fused, split = launch(_backward_times, kind, 40, ranks=1, threads=1, timeout=LIMIT)[0]
-        cases.append(_case("split-overhead", kind, split, fused, "s", "fused backward"))
+        cases.append(case("pace-fidelity", name, found, [predicted], "s", "simulate"))
     return cases
 
 
@@ -369,7 +197,7 @@ def warm_start() -> list[Case]:
             start = time.perf_counter()
             torch.multiprocessing.spawn(_spawned, (folder,), 4)
             theirs.append(time.perf_counter() - start)
-    return [_case("warm-start", "4 ranks, all-reduce", ours, theirs, "s",
+    return [case("warm-start", "4 ranks, all-reduce", ours, theirs, "s",
                   "torch.multiprocessing.spawn")]  # fmt: skip
 
 
@@ -407,7 +235,7 @@ def simulation() -> list[Case]:
                   for rank, row in enumerate(schedule.rows)}  # fmt: skip
         theirs.append(count / _seconds(lambda orders: _torch_everything(orders, 32, 16),
                                        lambda orders=orders: orders))  # fmt: skip
-    return [_case("simulate", "16 ranks, 512 micro-batches", ours, theirs, "actions/s", TORCH)]
+    return [case("simulate", "16 ranks, 512 micro-batches", ours, theirs, "actions/s", TORCH)]
 
 
 def simulate_scaling() -> list[Case]:
@@ -418,7 +246,7 @@ def simulate_scaling() -> list[Case]:
         sizes.append([_seconds(_everything, lambda s=schedule: Schedule(s.rows))
                       for _ in range(3)])  # fmt: skip
         del schedule
-    return [_case("simulate-scaling", "2,000,000 / 200,000 actions", *sizes, "s",
+    return [case("simulate-scaling", "2,000,000 / 200,000 actions", *sizes, "s",
                   "a tenth of the actions")]  # fmt: skip
 
 
@@ -427,11 +255,11 @@ BENCHMARKS: dict[str, Callable[[], list[Case]]] = {
     "real-step": real_step,
     "two-core-speedup": two_core_speedup,
     "pace-fidelity": pace_fidelity,
-    "interleaved-gain": interleaved_gain,
-    "zero-bubble-gain": zero_bubble_gain,
-    "zb-v-gain": zb_v_gain,
-    "dualpipe-overlap": dualpipe_overlap,
-    "split-overhead": split_overhead,
+    "interleaved-gain": gains.interleaved_gain,
+    "zero-bubble-gain": gains.zero_bubble_gain,
+    "zb-v-gain": gains.zb_v_gain,
+    "dualpipe-overlap": gains.dualpipe_overlap,
+    "split-overhead": gains.split_overhead,
     "warm-start": warm_start,
     "simulate": simulation,
     "simulate-scaling": simulate_scaling,

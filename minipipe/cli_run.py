@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -165,6 +166,7 @@ def _compare(job: Job, schedules: list[Schedule], what: str, ddp: bool, pace_ms,
                "to cut: take fewer ranks or chunks, or another --model")  # fmt: skip
     try:
         out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
         refuse(f"--out {out}: {(error.strerror or str(error)).lower()}")
     if narrate is not None and narrate not in names:

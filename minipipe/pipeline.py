@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import platform
-import uuid
-import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -26,13 +21,11 @@ from minipipe.engine.overlap import make_stage
 from minipipe.lower import lower
 from minipipe.memory import Meter
 from minipipe.partition import cut
+from minipipe.ranks.agreement import agree_on_model, one_machine
 from minipipe.ranks.channels import Channels, collective_device
 from minipipe.ranks.failure import InputError, PipelineError, broken, fail
 from minipipe.results import Evaluation, StepResult, pack, unpack
 from minipipe.schedule import Schedule
-
-# Layers that have been part of a Pipeline.
-_seen: weakref.WeakSet = weakref.WeakSet()
 
 
 class Pipeline:
@@ -62,7 +55,7 @@ class Pipeline:
         parts = cut(model, schedule.stages, cuts, costs)
         self._own = schedule.stages_of(self.rank)
         self._parts = {stage: parts[stage].to(self.device) for stage in self._own}
-        _agree_on_model(schedule, parts, (reduction, optimizer is None))
+        agree_on_model(schedule, parts, (reduction, optimizer is None))
         self._modules = [m for part in self._parts.values() for m in part.modules()]
         tensors = [t for p in self._parts.values() for t in (*p.parameters(), *p.buffers())]
         self._meter = Meter(tensors)
@@ -79,7 +72,7 @@ class Pipeline:
                                 f"{type(self.optimizer).__name__}")  # fmt: skip
         self._first, self._last = 0 in self._own, schedule.stages - 1 in self._own
         self._channels = Channels()
-        self._clock_offset = 0.0 if _one_machine() else self._channels.clock_offset()
+        self._clock_offset = 0.0 if one_machine() else self._channels.clock_offset()
         self._store = dist.PrefixStore("minipipe", dist.distributed_c10d._get_default_store())
         self._runners: dict = {}
         self._forms: dict = {}
@@ -381,36 +374,6 @@ def _device(rank: int, device) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", rank % torch.cuda.device_count())
-
-
-def _one_machine() -> bool:
-    """Whether all ranks run on one machine, so that they have one clock."""
-    names: list = [None] * dist.get_world_size()
-    dist.all_gather_object(names, (platform.node(), uuid.getnode()))
-    return len(set(names)) == 1
-
-
-def _agree_on_model(schedule: Schedule, parts: list[nn.Sequential], settings: tuple) -> None:
-    """Refuse ranks with different schedules or models; warn where only the weights differ."""
-    names = [([n for n, _ in part.named_children()],
-              [(n, p.shape, p.dtype) for n, p in part.named_parameters()]) for part in parts]
-    weights = [float(p.detach().double().sum()) for part in parts for p in part.parameters()]
-    layers = [layer for part in parts for layer in part]
-    trained = any(layer in _seen for layer in layers)  # then ranks differ in what they trained
-    _seen.update(layers)
-    digest = hashlib.sha256(f"{schedule}{names}{settings}".encode()).hexdigest()
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (digest, weights))
-    for rank, (other, other_weights) in enumerate(everyone):
-        if other != everyone[0][0]:
-            raise ValueError(f"rank {rank} has another schedule, model, cut, reduction or "
-                             "optimizer than rank 0: every rank passes the same")  # fmt: skip
-        same = trained or all(math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-5) or a != a
-                   for a, b in zip(everyone[0][1], other_weights, strict=True))  # fmt: skip
-        if not same and dist.get_rank() == rank:
-            warnings.warn(f"rank {rank}'s model has other weights than rank 0's: seed it alike on "
-                          "every rank, or training can't be compared with one process",
-                          stacklevel=4)  # fmt: skip
 
 
 def _forward_rows(schedule: Schedule, microbatches: int) -> Schedule:

@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from minipipe import bench
+from minipipe import bench, measure
 from minipipe.cli import app
 from minipipe.costs import Costs
 from minipipe.ranks.launch import launch
@@ -16,16 +16,16 @@ KEYS = ["name", "case", "ours", "theirs", "unit", "ratio", "peer"]
 
 
 def test_a_case_takes_the_medians_of_both_sides():
-    case = bench._case("name", "case", [1.0, 9.0, 2.0], [4.0, 5.0, 3.0], "s", "peer")
+    case = measure.case("name", "case", [1.0, 9.0, 2.0], [4.0, 5.0, 3.0], "s", "peer")
     assert (case.ours, case.theirs, case.ratio) == (2.0, 4.0, 0.5)
 
 
 def test_a_step_lasts_until_its_slowest_rank_is_done():
-    assert bench.slowest([[[1, 5], [2, 2]], [[3, 4], [1, 6]]]) == [[3, 5], [2, 6]]
+    assert measure.slowest([[[1, 5], [2, 2]], [[3, 4], [1, 6]]]) == [[3, 5], [2, 6]]
 
 
 def test_json_has_the_documented_keys(monkeypatch):
-    case = bench.Case("fake", "a case", 1.0, 2.0, "s", 0.5, "somebody")
+    case = measure.Case("fake", "a case", 1.0, 2.0, "s", 0.5, "somebody")
     monkeypatch.setattr(bench, "BENCHMARKS", {"fake": lambda: [case]})
     result = CliRunner().invoke(app, ["bench", "--json"])
     assert result.exit_code == 0
@@ -42,9 +42,9 @@ def test_an_unknown_benchmark_is_refused_with_the_legal_names():
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved"])
+@pytest.mark.parametrize("name", list(bench.TORCH_NAMES))
 def test_both_sides_of_step_overhead_run(name):
-    ours, theirs = bench.slowest(launch(bench._tiny_step, name, 1, ranks=4, timeout=60))
+    ours, theirs = measure.slowest(launch(bench._tiny_step, name, 1, ranks=4, timeout=60))
     assert len(ours) == len(theirs) == 1
     assert ours[0] > 0 and theirs[0] > 0
 

@@ -12,6 +12,7 @@ from minipipe.plot.style import (
     TICK,
     TITLE,
     WIDTH,
+    checked,
     factor_of,
     picture,
     plain,
@@ -26,7 +27,8 @@ def memory(*timelines: Timeline) -> Figure:
     """What each rank keeps over time, in exact steps: a row a rank, a column a timeline,
     titled by what it has not in common with the others."""
     if len(timelines) == 1 and not isinstance(timelines[0], Timeline):
-        timelines = tuple(timelines[0])
+        timelines = tuple(timelines[0]) if isinstance(timelines[0], list | tuple) else timelines
+    checked(timelines)
     ranks, columns = max(t.schedule.ranks for t in timelines), len(timelines)
     one_unit = len({t.memory_unit for t in timelines}) == 1
     width = min(WIDTH, 5.5 + 4 * columns) * max(1, columns / 7)

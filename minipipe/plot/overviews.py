@@ -16,6 +16,7 @@ from minipipe.plot.style import (
     LABEL,
     TICK,
     TITLE,
+    checked,
     factor_of,
     picture,
     plain,
@@ -35,7 +36,7 @@ def overview(timelines: Sequence[Timeline], title: str | None = None) -> Figure:
 
     One that is more than twice as long as the others' median is cut at the edge, and says so.
     """
-    timelines = by_family(timelines)
+    timelines = by_family(checked(timelines))
     ranks = max((t.schedule.ranks for t in timelines), default=1)
     figure = picture(1.7 + len(timelines) * min(max(0.34, 0.085 * ranks), 0.44))
     time, bubble, peak = figure.subplots(1, 3, sharey=True, width_ratios=[8, 1.5, 1.5])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
+from minipipe.schedule import Schedule
 from minipipe.timeline import Timeline
 
 # From the palettes of Okabe and Ito and of Paul Tol: F, B, I and W in both shades can be told apart
@@ -36,9 +38,26 @@ def picture(height: float, width: float = WIDTH) -> Picture:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a figure as PNG, SVG or PDF, as the name of the file says; returns the path."""
+    """Write a figure as PNG, SVG or PDF, as the name of the file says (PNG where it says nothing);
+    returns the path."""
+    path = Path(path)
+    path = path if path.suffix else path.with_name(path.name + ".png")
     figure.savefig(path, dpi=150)
-    return Path(path)
+    return path
+
+
+def checked(timelines: Sequence[Timeline]) -> Sequence[Timeline]:
+    """Refuse with TypeError what is no timeline, and with ValueError none at all or one that takes
+    no time, which can't be drawn."""
+    if not timelines:
+        raise ValueError("there is no timeline to draw")
+    for t in timelines:
+        if not isinstance(t, Timeline):
+            hint = ": simulate it first" if isinstance(t, Schedule) else ""
+            raise TypeError(f"a Timeline is drawn, not a {type(t).__name__}{hint}")
+        if not t.makespan:
+            raise ValueError("the timeline takes no time: all its costs are 0")
+    return timelines
 
 
 def shade(kind: str, chunk: int, chunks: int) -> tuple[float, float, float]:

@@ -18,6 +18,7 @@ from minipipe.plot.style import (
     TICK,
     TITLE,
     WIDTH,
+    checked,
     factor_of,
     picture,
     shade,
@@ -36,6 +37,7 @@ def _bubble(t: Timeline) -> str:
 
 def timeline(t: Timeline, title: str | None = None) -> Figure:
     """Who does what when: a row a rank, the micro-batch in each cell, idle time hatched."""
+    checked([t])
     figure = picture(_height(t) + 1.9)
     axes = figure.add_subplot()
     _draw(axes, t, factor_of(t), float(t.makespan) * factor_of(t), _height(t))
@@ -52,7 +54,7 @@ def compare(predicted: Timeline, measured: Timeline) -> Figure:
     Where one is in units of the costs and the other in seconds, and their busiest ranks' work
     differs by more than half, the former is stretched to the same work, and its title says so.
     """
-    both = [predicted, measured]
+    both = checked([predicted, measured])
     factors = [factor_of(t) for t in both]
     notes = ["", ""]
     seconds = [t for t in both if t.time_unit == "s"]

@@ -110,8 +110,16 @@ def launch(
 
 def warm() -> None:
     """Start to import torch in the background, so that the first launch needn't wait for it."""
-    if not _must_spawn() and not child.task:
+    if _must_spawn() or child.task:
+        return
+    main = threading.current_thread() is threading.main_thread()
+    # An interrupt from the keyboard goes to the server too, which dies with its last rank anyway.
+    known = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
+    try:
         multiprocessing.forkserver.ensure_running()
+    finally:
+        if known is not None:
+            signal.signal(signal.SIGINT, known)
 
 
 def _must_spawn() -> bool:
