@@ -80,8 +80,10 @@ def run(
         check(schedule)
     except ScheduleError as error:
         fail(f"{file} is not a legal schedule:\n{error}")
-    if schedule.forward_only or schedule.asynchronous:
-        fail(f"{file}: only tables with backward passes and without U can be trained")
+    if schedule.forward_only:
+        fail(f"{file} has no backward passes, so nothing can be trained")
+    if schedule.asynchronous:
+        fail(f"{file} updates weights within the table (U), which can't be run yet")
     schedule.name = schedule.name or "own"
     _start(f"minipipe run: one process, then {schedule.name} on {schedule.ranks} ranks")
     job = _job(model, dataset, batch, steps, learning_rate, seed)

@@ -80,10 +80,14 @@ class Pace(Clock):
         free, due = start, [start] * len(parts)
         todo = list(range(len(parts)))
         left = [segments for _, segments, _ in parts]
+        times = [float(self._time(action)) for action, _, _ in parts]
         while todo:
-            now = min(todo, key=lambda part: (due[part], -left[part]))
-            action, segments, work = parts[now]
-            whole = float(self._time(action))
+            # Of what can go on, first that with the most left to do.
+            soonest = max(free, min(due[part] for part in todo))
+            now = max((part for part in todo if due[part] <= soonest),
+                      key=lambda part: left[part] * times[part] / parts[part][1])  # fmt: skip
+            _, segments, work = parts[now]
+            whole = times[now]
             exchange = whole * float(self.costs.exchange)
             done = next(work, self) is self
             compute = (whole - exchange) / segments

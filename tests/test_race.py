@@ -205,8 +205,9 @@ def test_bad_arguments_end_with_2_and_one_line(arguments, words):
 def test_a_busy_machine_is_not_shown_as_a_measurement():
     schedule = mp.build("gpipe", ranks=2, microbatches=2)
     result = race.Result({"entries": []})
+    ranks = [Paced(0.001, [], 0, 50), Paced(0.001, [], 2, 50)]
     with pytest.raises(race.OverrunError, match="gpipe: 2 of 100 paced actions took longer"):
-        race._compare(result, {}, schedule, None, Paced(0.001, [], 2, 100), 0.03)
+        race._compare(result, {}, schedule, None, ranks, 0.03)
     assert not result.measured and not result.predicted
 
 
@@ -218,7 +219,8 @@ def test_one_overrun_in_a_hundred_is_borne():
     schedule = mp.build("gpipe", ranks=2, microbatches=2)
     measured = mp.simulate(schedule, mp.Costs(0.03, 0.03, 0.03, latency=0.002))
     result, entry = race.Result({"entries": []}), {}
-    race._compare(result, entry, schedule, Found(), Paced(0.001, [measured], 1, 100), 0.03)
+    ranks = [Paced(0.001, [measured], 1, 50), Paced(0.001, [measured], 0, 50)]
+    race._compare(result, entry, schedule, Found(), ranks, 0.03)
     assert result.measured["gpipe"] is measured
     assert entry["bubble_measured"] > entry["bubble_predicted"] > 1 / 3
     assert entry["latency_ms"] == pytest.approx(1)
