@@ -85,7 +85,7 @@ def dualpipe_overlap() -> list[Case]:
 
 
 def _backward_times(rank: int, kind: str, repeats: int):
-    """Seconds of I and W together, of B, of torch's split, for one stage and micro-batch."""
+    """Seconds of the fused B, and of I and W together, for one stage and micro-batch."""
     import copy
 
     import torch
