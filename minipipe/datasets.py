@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minipipe.arguments import whole_number
+
 PIXELS = {  # largest value, then mean and deviation once that is 1
     "mnist": (255, 0.1309, 0.3081),
     "digits": (16, 0.3054, 0.3755),
@@ -183,10 +185,12 @@ def batches(
 
     Each epoch is shuffled anew by a generator of its own, images and labels by the same order, and
     no row comes twice in an epoch. drop_last: whether an epoch's last, smaller batch is left out.
-    ValueError for a batch below 1 or, with drop_last, above the number of rows.
+    ValueError for a batch below 1 or, with drop_last, above the number of rows, and for steps that
+    are no whole number of at least 0.
     """
+    whole_number(0, steps=steps)
     rows = len(dataset.train_targets)
-    if batch < 1 or (drop_last and batch > rows):
+    if not hasattr(batch, "__index__") or batch < 1 or (drop_last and batch > rows):
         raise ValueError(f"batch={batch}; legal is 1 to {rows}, the rows of {dataset.name}")
     generator = torch.Generator().manual_seed(seed)
 

@@ -195,5 +195,8 @@ def test_batches_refuse():
     for batch in (0, 11):
         with pytest.raises(ValueError, match=f"batch={batch}; legal is 1 to 10"):
             batches(data, batch, 1)
+    for steps in (None, -1, 2.5, "3"):
+        with pytest.raises(ValueError, match=f"steps={steps!r}; legal is a whole number of at le"):
+            batches(data, 4, steps)
     assert len(list(batches(data, 11, 2, drop_last=False))) == 2
     assert list(batches(data, 4, 0)) == []

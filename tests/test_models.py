@@ -7,6 +7,7 @@ from torch import nn
 
 from minipipe.datasets import Dataset, batches, load
 from minipipe.models import DEFAULT, NAMES, build, mlp, resnet, resnet18, vit
+from minipipe.models.moe import moe
 
 SMALL = {
     "vit": lambda **more: vit(image=8, patch=4, dim=8, depth=3, heads=2, **more),
@@ -95,6 +96,7 @@ def test_mlp_without_ends_is_all_alike():
     ("function", "arguments", "reason"),
     [
         (vit, {"patch": 5}, "patch=5"),
+        (vit, {"image": 8, "patch": 16}, "patch=16"),
         (vit, {"dim": 10}, "heads=4"),
         (resnet, {"width": 6}, "width=6"),
     ],
@@ -102,6 +104,30 @@ def test_mlp_without_ends_is_all_alike():
 def test_refused_sizes(function, arguments, reason):
     with pytest.raises(ValueError, match=f"{reason}; legal are"):
         function(**arguments)
+
+
+@pytest.mark.parametrize("wrong", [0, -4, None, 2.0, "8", True])
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (mlp, ["width", "depth"]),
+        (moe, ["width", "experts", "depth"]),
+        (resnet, ["image", "channels", "width", "depth", "classes"]),
+        (vit, ["image", "channels", "patch", "dim", "depth", "heads", "classes"]),
+        (resnet18, ["classes"]),
+    ],
+)
+def test_sizes_that_are_no_positive_whole_numbers(function, arguments, wrong):
+    for argument in arguments:
+        with pytest.raises(ValueError) as raised:
+            function(**{argument: wrong})
+        assert str(raised.value) == f"{argument}={wrong!r}; legal is a whole number of at least 1"
+
+
+def test_the_ends_of_an_mlp_have_sizes_too():
+    for argument in ("inputs", "outputs"):
+        with pytest.raises(ValueError, match=f"{argument}=0; legal is a whole number"):
+            mlp(4, 2, **{argument: 0})
 
 
 def test_resnet18_is_torchvisions():

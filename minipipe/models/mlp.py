@@ -4,6 +4,7 @@ from collections import OrderedDict
 
 from torch import nn
 
+from minipipe.arguments import whole_number
 from minipipe.models.seeding import seeded
 
 
@@ -17,8 +18,11 @@ def mlp(
     """`depth` equal blocks Linear–Tanh, [rows, width] → [rows, width].
 
     inputs: adds a first layer that flattens its input and maps that many features to `width`.
-    outputs: adds a last layer to that many. Without them all layers are alike.
+    outputs: adds a last layer to that many. Without them all layers are alike. ValueError for a
+    size that is no whole number of at least 1.
     """
+    ends = {"inputs": inputs, "outputs": outputs}
+    whole_number(width=width, depth=depth, **{k: v for k, v in ends.items() if v is not None})
     layers: list[tuple[str, nn.Module]] = []
     with seeded(seed):
         if inputs is not None:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
+from minipipe.arguments import whole_number
 from minipipe.engine.overlap import Exchange
 from minipipe.models.seeding import seeded
 
@@ -54,7 +55,8 @@ class Combine(nn.Module):
 
 def moe(width: int = 32, experts: int = 2, depth: int = 8, seed: int = 0) -> nn.Sequential:
     """`depth` blocks of five layers each; tokens [rows, width] in and out. Cut it at multiples of
-    five layers: `cuts=[5 * depth // stages] * stages`."""
+    five layers: `cuts=[5 * depth // stages] * stages`. ValueError for a size below 1."""
+    whole_number(width=width, experts=experts, depth=depth)
     layers: list[tuple[str, nn.Module]] = []
     with seeded(seed):
         for block in range(depth):

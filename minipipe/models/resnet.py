@@ -9,6 +9,7 @@ from collections import OrderedDict
 from torch import Tensor, nn
 from torch.nn import functional
 
+from minipipe.arguments import whole_number
 from minipipe.models.seeding import seeded
 
 GROUPS = 4
@@ -45,8 +46,10 @@ def resnet(
     """Residual net: `embedding`, `depth` equal blocks, `head`; images → logits [rows, classes].
 
     The embedding is a strided convolution to about 7×7 pixels; the head averages to 4×4 before its
-    linear layer. ValueError where width is no multiple of the 4 groups of its norms.
+    linear layer. ValueError where width is no multiple of the 4 groups of its norms, and for a
+    size below 1.
     """
+    whole_number(image=image, channels=channels, width=width, depth=depth, classes=classes)
     if width % GROUPS:
         raise ValueError(f"width={width}; legal are the multiples of {GROUPS}")
     side = max(1, image // 7)
@@ -70,6 +73,7 @@ def resnet18(classes: int = 1000, weights=None, seed: int = 0) -> nn.Sequential:
     torchvision, with `classes` ≠ 1000 under a new last layer. It has BatchNorm: under
     micro-batches its statistics are those of each micro-batch.
     """
+    whole_number(classes=classes)
     from torchvision.models import resnet18 as original
 
     with seeded(seed):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from minipipe.arguments import whole_number
 from minipipe.models.seeding import seeded
 
 
@@ -70,8 +71,11 @@ def vit(
 ) -> nn.Sequential:
     """`embedding`, `depth` equal blocks and `head`; images → logits [rows, classes].
 
-    ValueError where the patch doesn't divide the image or the heads don't divide dim.
+    ValueError where the patch doesn't divide the image or the heads don't divide dim, and for a
+    size below 1.
     """
+    whole_number(image=image, channels=channels, dim=dim, depth=depth, classes=classes)
+    whole_number(patch=patch, heads=heads)
     if image % patch:
         raise ValueError(f"patch={patch}; legal are the divisors of image={image}")
     if dim % heads:
