@@ -62,6 +62,10 @@ class Costs:
                 keys = value if isinstance(value, Mapping) else ()
                 if not all(isinstance(k, tuple) and [*map(type, k)] == [int, int] for k in keys):
                     raise TypeError(f"{name} needs pairs (source rank, target rank) as keys")
+                for source, target in keys:
+                    if source == target or min(source, target) < 0:
+                        raise ValueError(f"{name} has a link {source, target}: legal are two "
+                                         "different ranks, numbered from 0")  # fmt: skip
             if name == "exchange" or not isinstance(value, legal) or isinstance(value, str | bytes):
                 values = [value]
             else:
@@ -70,7 +74,9 @@ class Costs:
                 if number is None and field.default is None:
                     continue
                 if isinstance(number, bool) or not isinstance(number, int | float | Fraction):
-                    raise TypeError(f"{name} must be a number, not {number!r}")
+                    more = " or a mapping from (source rank, target rank) to numbers"
+                    raise TypeError(f"{name} must be a number{more if legal is Mapping else ''}, "
+                                    f"not {number!r}")  # fmt: skip
                 if not number >= 0 or number == math.inf:
                     raise ValueError(f"{name} must be finite and not negative, not {number}")
                 if name == "bandwidth" and number == 0:
@@ -105,14 +111,27 @@ class Costs:
         return latency or 0, float(wire) if floats else exact(wire)
 
 
+def checked(costs: Costs, ranks: int | None = None) -> Costs:
+    """The costs; TypeError for anything else, ValueError for links that `ranks` don't have."""
+    if not isinstance(costs, Costs):
+        what = "the class itself" if costs is Costs else type(costs).__name__
+        raise TypeError(f"costs must be Costs(...), not {what}")
+    for name in ("latency", "bandwidth"):
+        value = getattr(costs, name)
+        for link in value if ranks is not None and isinstance(value, Mapping) else ():
+            if max(link) >= ranks:
+                raise ValueError(f"{name} has a link {link}, but with {ranks} ranks the ranks are "
+                                 f"0 to {ranks - 1}")  # fmt: skip
+    return costs
+
+
 def given(schedule: Schedule, costs: Costs | None) -> Costs:
-    """The costs, or the default ones; TypeError where arguments are not what they should be."""
+    """The costs, or the default ones; TypeError where arguments are not what they should be,
+    ValueError for links between ranks that the schedule hasn't got."""
     if not isinstance(schedule, Schedule):
         raise TypeError(f"a Schedule is needed, not {type(schedule).__name__}; build makes one by "
                         "name, Schedule.parse from text")  # fmt: skip
-    if costs is not None and not isinstance(costs, Costs):
-        raise TypeError(f"costs must be Costs(...), not {type(costs).__name__}")
-    return costs or Costs()
+    return Costs() if costs is None else checked(costs, schedule.ranks)
 
 
 def pair_time(forward: Number, backward: Number, exchange: Number) -> Number:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from minipipe.actions import Action
-from minipipe.costs import Costs, action_time
+from minipipe.costs import Costs, action_time, checked
 from minipipe.engine.clock import Clock
 from minipipe.lower import Message
 from minipipe.schedule import Schedule
@@ -38,7 +38,7 @@ class Pace(Clock):
 
     def __init__(self, costs: Costs):
         super().__init__()
-        self.costs = costs
+        self.costs = checked(costs)
         self.actions = self.overruns = 0
         self._time = None
         self._planned = 0.0
@@ -46,6 +46,7 @@ class Pace(Clock):
 
     def attach(self, schedule: Schedule) -> None:
         """Take the slots of a schedule's actions."""
+        checked(self.costs, schedule.ranks)
         self._time = action_time(self.costs, schedule)
 
     @property

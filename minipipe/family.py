@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from minipipe.actions import ScheduleError
-from minipipe.costs import Costs, Number
+from minipipe.costs import Costs, Number, checked
 from minipipe.schedule import Schedule
 from minipipe.schedules import SCHEDULES, build
 from minipipe.simulate import simulate
@@ -49,7 +49,7 @@ def everything(ranks: int, microbatches: int, costs: Costs | None = None,
 
     own: arguments such as chunks, for the schedules that take them.
     """
-    costs = costs or Costs()
+    costs = Costs() if costs is None else checked(costs, ranks)
     own = {"costs": costs, **own}
     timelines, refused = [], []
     for name in SCHEDULES:

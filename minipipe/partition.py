@@ -20,6 +20,8 @@ from operator import index
 from statistics import median
 from typing import TYPE_CHECKING
 
+from minipipe.arguments import whole_number
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -33,6 +35,7 @@ def balance(costs: Sequence, stages: int) -> list[int]:
     ValueError for more stages than layers and for a bad cost.
     Source: ordered partition (Skiena, The Algorithm Design Manual, third edition, section 10.7).
     """
+    costs = _listed("costs", costs, "number a layer, such as [1, 1, 3]")
     exact = [_exact(layer, cost) for layer, cost in enumerate(costs)]
     layers = len(exact)
     stages = _stages(stages, layers)
@@ -60,9 +63,17 @@ def balance(costs: Sequence, stages: int) -> list[int]:
 
 def _exact(layer: int, cost) -> Fraction:
     """`cost` without rounding, so that no sum of floats decides between two cuts."""
-    if not 0 <= cost < float("inf"):
+    if not hasattr(cost, "__float__") or not 0 <= cost < float("inf"):
         raise ValueError(f"costs[{layer}]={cost!r}; legal are finite numbers of at least 0")
     return Fraction(cost) if isinstance(cost, Rational) else Fraction(float(cost))
+
+
+def _listed(name: str, values, what: str) -> list:
+    """An argument as a list; TypeError where it is none."""
+    if isinstance(values, (str, bytes, type)) or not hasattr(values, "__iter__"):
+        shown = f"the class {values.__name__}" if isinstance(values, type) else repr(values)
+        raise TypeError(f"{name} must be a list of one {what}, not {shown}")
+    return list(values)
 
 
 def _stages(stages: int, layers: int) -> int:
@@ -139,12 +150,13 @@ def _cuts(layers: list, stages: int | None, cuts, costs) -> list[int]:
             raise ValueError("stages is missing: how many stages, or cuts, the layers of each")
         if costs is None:
             costs = [1 + sum(p.numel() for p in module.parameters()) for _, module in layers]
-        elif len(costs) != len(layers):
+        costs = _listed("costs", costs, "number a layer, such as [1, 1, 3]")
+        if len(costs) != len(layers):
             raise ValueError(f"costs has {len(costs)} numbers; legal is one a layer, {len(layers)}")
         return balance(costs, stages)
     if costs is not None:
         raise ValueError("cuts and costs exclude each other: cuts are taken as they are")
-    cuts = list(cuts)
+    cuts = _listed("cuts", cuts, "number of layers a stage, such as [2, 2]")
     if not cuts or not all(hasattr(count, "__index__") and count >= 1 for count in cuts):
         raise ValueError(f"cuts={cuts}: each stage needs a whole number of layers, at least 1")
     if stages is not None and len(cuts) != stages:
@@ -174,12 +186,12 @@ def measure_costs(model: nn.Sequential, inputs: Tensor, repeats: int = 5) -> lis
 
     inputs: one micro-batch as in training; each layer takes and gives one tensor. A copy is run, so
     gradients and buffers stay. Ranks measure different times: let one rank measure and send its
-    cuts to the others. A first run is not counted. TypeError for a model that can't be cut.
+    cuts to the others. A first run is not counted. TypeError for a model that can't be cut,
+    ValueError for less than one repeat.
     """
     import torch
 
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats}; legal is at least 1")
+    whole_number(repeats=repeats)
     layers = [layer for _, layer in deepcopy(_layers(model))]
     seconds = [[] for _ in layers]
     with torch.random.fork_rng(devices=[]):  # dropout draws nothing from the caller's numbers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -95,6 +95,9 @@ class Pipeline:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take this rank's part from the full model's state."""
+        if not isinstance(state, Mapping):
+            raise TypeError("state must be a mapping from names to tensors, as state_dict() gives, "
+                            f"not {type(state).__name__}")  # fmt: skip
         for part in self._parts.values():
             names = part.state_dict().keys()
             missing = [name for name in names if name not in state]
@@ -156,6 +159,9 @@ class Pipeline:
         """
         if self.schedule.forward_only:
             raise ValueError("schedule has no backward passes: use evaluate")
+        pace = pace or self.pace
+        if pace is not None:
+            pace.attach(self.schedule)
         inputs, targets = as_batch(inputs), as_batch(targets)
         microbatches = self.schedule.microbatches
         rows, forms, announce = self._agree("step", inputs, targets, microbatches)
@@ -169,13 +175,13 @@ class Pipeline:
         if meter is not None:
             meter.batch(t for pieces in work.pieces for t in pieces)
         with self._copies.summed(self._together):
-            record, links = self._run(self.schedule, work, pace or self.pace, meter)
+            record, links = self._run(self.schedule, work, pace, meter)
         if self.optimizer is not None:
             self.optimizer.step()
         loss = sum(shares[m] * float(value) for m, value in work.results.items())
         own = pack(self.schedule, record, loss, links.bytes_sent, self.memory_meter,
                    self._clock_offset)  # fmt: skip
-        origin = "emulated" if pace or self.pace else "measured"
+        origin = "emulated" if pace else "measured"
         return unpack(self.schedule, self._exchange(own), self.rank, self.memory_meter, origin)
 
     def evaluate(self, inputs=None, targets=None) -> Evaluation:
@@ -261,7 +267,6 @@ class Pipeline:
         interpreter, links = self._runner(schedule)
         links.begin()
         if pace is not None:
-            pace.attach(schedule)
             links.carry = pace.carry if pace.links else None
         try:
             with self._together():

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from minipipe.costs import Costs
+from minipipe.arguments import whole_number
+from minipipe.costs import Costs, checked
 from minipipe.engine.overlap import ChainedStage, make_stage
 from minipipe.engine.stage import Stage, as_values
 from minipipe.memory import Meter
@@ -34,7 +35,8 @@ class Probe:
 
     def costs(self, costs: Costs | None = None) -> Costs:
         """Costs with the measured sizes, so that a simulation predicts bytes."""
-        return replace(costs or Costs(), input_size=self.input_size,
+        costs = Costs() if costs is None else checked(costs)
+        return replace(costs, input_size=self.input_size,
                        forward_size=self.forward_size, weight_size=self.weight_size,
                        message_size=self.message_size)  # fmt: skip
 
@@ -42,7 +44,9 @@ class Probe:
 def probe(parts: list[nn.Sequential], inputs, targets, loss_fn: Callable,
           repeats: int = 5) -> Probe:  # fmt: skip
     """Run copies of all stages on one micro-batch; the model and the random numbers stay as they
-    are. parts: what `partition.cut` gives. inputs, targets: one micro-batch [rows, …]."""
+    are. parts: what `partition.cut` gives. inputs, targets: one micro-batch [rows, …]. repeats: how
+    often each stage is timed; ValueError for less than once."""
+    whole_number(repeats=repeats)
     columns: list[list] = [[] for _ in range(6)]
     with torch.random.fork_rng():
         values, single = as_values(inputs)

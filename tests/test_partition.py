@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from minipipe.costs import Costs
 from minipipe.models import mlp, resnet
 from minipipe.partition import balance, cut, measure_costs
 
@@ -58,7 +59,7 @@ def test_balance_refuses_the_number_of_stages(stages):
         balance([1, 1, 1], stages)
 
 
-@pytest.mark.parametrize("cost", [-1, float("nan"), float("inf")])
+@pytest.mark.parametrize("cost", [-1, float("nan"), float("inf"), "1", None])
 def test_balance_refuses_a_cost(cost):
     with pytest.raises(ValueError, match=r"costs\[1\]"):
         balance([1, cost, 1], 2)
@@ -127,6 +128,24 @@ def test_list_of_stages():
 def test_refused_cuts(arguments, reason):
     with pytest.raises(ValueError, match=reason):
         cut(mlp(2, 4), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"cuts": 4}, "cuts must be a list of one number of layers a stage.*, not 4"),
+        ({"cuts": "22"}, "cuts must be a list.*, not '22'"),
+        ({"costs": 4, "stages": 2}, "costs must be a list of one number a layer.*, not 4"),
+        ({"costs": Costs, "stages": 2}, "costs must be a list.*, not the class Costs"),
+        ({"costs": Costs(), "stages": 2}, r"costs must be a list.*, not Costs\("),
+    ],
+)
+def test_what_is_no_list_is_refused(arguments, reason):
+    with pytest.raises(TypeError, match=reason):
+        cut(mlp(2, 4), **arguments)
+    if "costs" in arguments:
+        with pytest.raises(TypeError, match=reason):
+            balance(arguments["costs"], 2)
 
 
 def test_shared_parameters_are_refused_with_both_names():

@@ -20,7 +20,7 @@ from math import inf
 from minipipe.actions import Action, ScheduleError
 from minipipe.bounds import lower_bound
 from minipipe.check import memory_peaks
-from minipipe.costs import Costs, Number, action_time, common_scale, exact
+from minipipe.costs import Costs, Number, action_time, checked, common_scale, exact
 from minipipe.schedule import Schedule
 from minipipe.schedules import SCHEDULES, build
 from minipipe.simulate import simulate
@@ -73,6 +73,8 @@ class Problem:
                  chunks: int | None = None, split: bool = True, memory: Number | None = None,
                  costs: Costs | None = None):  # fmt: skip
         _sizes(ranks, microbatches, placement, chunks)
+        if not isinstance(split, bool):
+            raise TypeError(f"split={split!r} must be True (I and W apart) or False (B)")
         self.ranks, self.microbatches, self.placement = ranks, microbatches, placement
         self.chunks = (chunks or 2) if placement == "loop" else 2 if placement == "v" else 1
         self.stages = ranks * self.chunks
@@ -82,7 +84,7 @@ class Problem:
             least = max(1, _MOST // (self.stages * len(self.kinds)))
             raise ScheduleError(f"microbatches={microbatches} makes more than {_MOST} actions; the "
                                 f"nearest legal value is {least}")  # fmt: skip
-        self.costs = exact_costs(costs or Costs())
+        self.costs = exact_costs(Costs() if costs is None else checked(costs, ranks))
         if memory is not None and (isinstance(memory, bool) or not isinstance(
                 memory, int | float | Fraction)):  # fmt: skip
             raise TypeError(f"memory={memory!r} must be a number, or None")

@@ -8,6 +8,7 @@ import torch
 from ranks import batch, keeps_nothing, mean_mse, mlp, on_ranks, schedule
 from torch import nn
 
+from minipipe import Costs, Pace
 from minipipe.pipeline import Pipeline
 from minipipe.ranks.launch import RankError
 
@@ -113,10 +114,38 @@ def make(rank, model=None, rows=None, loss_fn=mean_mse, **arguments):
         ("ValueError", ["stages=2", "3 modules"], {"model": [nn.Tanh(), nn.Tanh(), nn.Tanh()]}),
         ("ValueError", ["cuts=[1, 2]", "8 layers"], {"cuts": [1, 2]}),
         ("TypeError", ["nn.Sequential"], {"model": nn.Linear(6, 6)}),
+        ("TypeError", ["cuts must be a list", "not 4"], {"cuts": 4}),
+        ("TypeError", ["costs must be a list", "the class Costs"], {"costs": Costs}),
     ],
 )  # fmt: skip
 def test_wrong_arguments(failures, kind, words, arguments):
     every(failures(partial(make, **arguments), ranks=2), *words, kind=kind)
+
+
+@pytest.mark.parametrize("wrong, what", [(Costs, "the class itself"), (None, "NoneType"),
+                                         (0.01, "float")])  # fmt: skip
+def test_a_pace_without_costs(wrong, what):
+    with pytest.raises(TypeError, match=rf"costs must be Costs\(\.\.\.\), not {what}"):
+        Pace(wrong)
+
+
+def paced(rank):
+    """Two links that the ranks haven't got, then one that they have; what was there stays."""
+    pipe = Pipeline(mlp(8), schedule("chimera", 2, 2), mean_mse)
+    pipe.step(batch(4), batch(4))
+    before, found = [p.grad.clone() for p in pipe.parameters()], []
+    for link in ((0, 2), (5, 1), (1, 0)):
+        try:
+            pipe.step(batch(4), batch(4), pace=Pace(Costs(0.001, 0.001, 0.001, {link: 0.001})))
+        except ValueError as refused:
+            found.append(str(refused))
+            assert all(map(torch.equal, before, [p.grad for p in pipe.parameters()]))
+    return found
+
+
+def test_a_pace_with_links_that_do_not_exist():
+    words = "latency has a link {}, but with 2 ranks the ranks are 0 to 1"
+    assert on_ranks(paced, ranks=2) == [[words.format((0, 2)), words.format((5, 1))]] * 2
 
 
 def test_forward_only_rows_do_not_train(failures):

@@ -70,6 +70,19 @@ def test_a_state_that_lacks_something():
     on_ranks(incomplete, ranks=2)
 
 
+def no_state(rank):
+    pipe = Pipeline(mlp(4), schedule("1f1b", 2, 2), mean_mse)
+    before = copy.deepcopy(pipe.state_dict())
+    for wrong in (None, 3, list(before)):
+        with pytest.raises(TypeError, match=f"state must be a mapping.*{type(wrong).__name__}"):
+            pipe.load_state_dict(wrong)
+    return all(torch.equal(v, before[k]) for k, v in pipe.state_dict().items())
+
+
+def test_what_is_no_state_is_refused():
+    assert on_ranks(no_state, ranks=2) == [True, True]
+
+
 def tied(rank, cuts):
     shared = mlp(4)
     shared[2].weight = shared[0].weight

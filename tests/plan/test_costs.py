@@ -6,6 +6,8 @@ import pytest
 
 from minipipe import Costs, build, check, lower_bound, simulate
 from minipipe.costs import action_time, exact, pair_time
+from minipipe.family import everything
+from minipipe.planning.problem import Problem
 
 
 def test_a_stage_takes_ranks_over_stages_of_a_whole_share():
@@ -49,8 +51,13 @@ def test_times_of_actions():
         (TypeError, "latency must be a number", {"latency": [1, 2]}),
         (TypeError, "latency needs pairs", {"latency": {0: 1}}),
         (TypeError, "bandwidth needs pairs", {"bandwidth": {(0, "1"): 1}}),
+        (TypeError, "latency must be a number or a mapping from", {"latency": [0, 1]}),
+        (TypeError, "bandwidth must be a number or a mapping from", {"bandwidth": "fast"}),
+        (ValueError, r"latency has a link \(1, 1\): legal are two different ranks",
+         {"latency": {(0, 1): 1, (1, 1): 1}}),
+        (ValueError, r"bandwidth has a link \(-1, 0\): legal are", {"bandwidth": {(-1, 0): 1}}),
     ],
-)
+)  # fmt: skip
 def test_wrong_costs_are_refused(error, words, arguments):
     with pytest.raises(error, match=words):
         Costs(**arguments)
@@ -71,3 +78,30 @@ def test_something_else_than_a_schedule_or_costs_is_named(use):
     for wrong in ({"F": 1}, 5, {}):
         with pytest.raises(TypeError, match="costs must be Costs"):
             use(build("gpipe", ranks=2, microbatches=2), wrong)
+
+
+def wherever_costs_are_taken():
+    """Each function that takes costs, for two ranks."""
+    two = build("gpipe", ranks=2, microbatches=2)
+    return {
+        "simulate": lambda c: simulate(two, c), "bound": lambda c: lower_bound(two, c),
+        "check": lambda c: check(two, None, c), "everything": lambda c: everything(2, 2, c),
+        "build": lambda c: build("zb-auto", ranks=2, microbatches=2, costs=c),
+        "Problem": lambda c: Problem(2, 2, costs=c),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("place", wherever_costs_are_taken())
+def test_the_class_instead_of_an_instance_is_named(place):
+    with pytest.raises(TypeError, match=r"costs must be Costs\(\.\.\.\), not the class itself"):
+        wherever_costs_are_taken()[place](Costs)
+
+
+@pytest.mark.parametrize("place", wherever_costs_are_taken())
+def test_links_that_do_not_exist_are_refused(place):
+    words = r"latency has a link \(1, 2\), but with 2 ranks the ranks are 0 to 1"
+    with pytest.raises(ValueError, match=words):
+        wherever_costs_are_taken()[place](Costs(latency={(0, 1): 1, (1, 2): 1}))
+    with pytest.raises(ValueError, match="bandwidth has a link"):
+        wherever_costs_are_taken()[place](Costs(bandwidth={(3, 0): 1}))
+    wherever_costs_are_taken()[place](Costs(latency={(0, 1): 1}, bandwidth={(1, 0): 2}))

@@ -157,7 +157,6 @@ def test_latency_of_single_links():
     assert simulate(schedule, Costs(latency={(1, 0): 7})).makespan == 6 + 7
     assert simulate(schedule, Costs(latency={(0, 1): 5, (1, 0): 7})).transfers == (5, 7)
     assert simulate(schedule, Costs(latency={})).makespan == 6
-    assert simulate(schedule, Costs(latency={(2, 3): 9})).makespan == 6
 
 
 def test_messages_of_one_link_follow_each_other():

@@ -163,6 +163,7 @@ def test_what_is_not_proven_is_called_best_found():
     ({"memory": Q(1, 2)}, "memory=1/2 can't hold one micro-batch at a time; the least legal value"),
     ({"memory": "2"}, "memory='2' must be a number"),
     ({"memory": -1}, "memory=-1 must be finite and not negative"),
+    ({"split": "no"}, "split='no' must be True (I and W apart) or False (B)"),
     ({"time_limit": 0}, "time_limit=0"),
     ({"workers": 0}, "workers=0"),
     ({"costs": mp.Costs(0)}, "costs: the time of F of stage 0 must be more than 0"),

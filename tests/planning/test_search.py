@@ -97,10 +97,11 @@ def test_seconds_stop_it():
 @pytest.mark.parametrize("options, message", [
     ({"steps": -1}, "steps=-1 must be at least 0"),
     ({"seconds": 0}, "seconds=0 more than 0"),
+    ({"split": "no"}, "split='no' must be True .* or False"), ({"split": None}, "split=None"),
     ({"memory": 0}, "memory=0 can't hold one micro-batch at a time; the least legal value is 1"),
 ])  # fmt: skip
 def test_refusals(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         search(4, 8, **options)
 
 
