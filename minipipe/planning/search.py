@@ -30,8 +30,9 @@ def search(ranks: int, microbatches: int, placement: str = "straight", *,
 
     placement, chunks, split, memory, costs: see `Problem`. steps: moves that are tried, the same
     rows every time for the same seed; seconds: stop then, however many were tried. The result is
-    `proven` only where it meets `bounds.lower_bound`. Times are in the unit of the costs. Raises
-    ValueError (ScheduleError for sizes) naming the argument and what is legal.
+    `proven` only where it meets `bounds.lower_bound`, and then the search ends at once. Times are
+    in the unit of the costs. Raises ValueError (ScheduleError for sizes) naming the argument and
+    what is legal.
     Moves: van Laarhoven, Aarts, Lenstra, Job shop scheduling by simulated annealing (1992).
     """
     began = time.monotonic()
@@ -58,17 +59,21 @@ def search(ranks: int, microbatches: int, placement: str = "straight", *,
 
 def improve(problem: Problem, steps: int, seed: int = 0, deadline: float | None = None,
             tell: Callable[[int], None] | None = None) -> tuple[Order, int]:  # fmt: skip
-    """The best rows found and their makespan in the problem's ints; see `search`."""
-    candidates = []
+    """The best rows found and their makespan in the problem's ints; see `search`. Stops as soon as
+    the lower bound is met."""
+    candidates, floor = [], math.ceil(problem.argument * problem.scale)
     for order in _starts(problem):
         timed = problem.times(order) if _legal(problem, order) else None
         if timed is not None:
             candidates.append((timed[1], len(candidates), order))
+            if timed[1] <= floor:
+                break
     candidates.sort()
-    least, floor = candidates[0][0], math.ceil(problem.argument * problem.scale)
-    best = candidates[0][2]
+    least, _, best = candidates[0]
     if tell is not None:
         tell(least)
+    if least <= floor:
+        return best, least
     distinct = list({span: order for span, _, order in reversed(candidates)}.values())[::-1][:3]
     for number, order in enumerate(distinct):
         for found, span in _anneal(problem, order, steps // len(distinct), seed + number, deadline):

@@ -89,6 +89,34 @@ def test_the_same_seed_finds_the_same_rows():
     assert one.schedule == other.schedule
 
 
+@pytest.fixture
+def moves(monkeypatch):
+    """The moves that a search tries, one item each."""
+    from minipipe.planning import search as module
+
+    tried, move = [], module._move
+    monkeypatch.setattr(module, "_move", lambda *all: (tried.append(1), move(*all))[1])
+    return tried
+
+
+@pytest.mark.parametrize("size, options", [
+    ((2, 4), {"split": False}), ((2, 4, "v"), {}), ((4, 8), {"split": False, "memory": 3}),
+    (UNEVEN[0][:3], {"split": False, "memory": 4, "costs": mp.Costs(*UNEVEN[0][5])}),
+])  # fmt: skip
+def test_it_tries_no_move_once_the_lower_bound_is_met(size, options, moves):
+    """By a named schedule, or by a list schedule where all named ones are worse."""
+    result = search(*size, **options, steps=10**9, seconds=30)
+    assert result.proven and not moves
+    legal(result, options.get("costs"), options.get("memory"))
+
+
+def test_it_stops_at_the_move_that_meets_the_lower_bound(moves):
+    ranks, microbatches, placement, split, memory, times, latency = UNEVEN[1]
+    result = search(ranks, microbatches, placement, split=split, memory=memory,
+                    costs=mp.Costs(*times, latency=latency), steps=3000)  # fmt: skip
+    assert result.proven and 0 < len(moves) < 1000, "the first of three starts does it"
+
+
 def test_seconds_stop_it():
     result = search(4, 16, "v", memory=2, costs=mp.Costs(1, 2, 3), steps=10**9, seconds=1)
     assert result.seconds < 15 and result.gap < 1
