@@ -30,12 +30,23 @@ _lock = threading.Lock()
 _idle: list[SimpleNamespace] = []  # spawned ranks that wait for the next launch
 
 
+# The first optimizer of a process imports torch._dynamo, in 1.3 s.
+_preloaded = ["torch", "torch.distributed", "torch._dynamo", "numpy", child.__name__]
+
+
 def _set_up_fork_server() -> None:
-    # The first optimizer of a process imports torch._dynamo, in 1.3 s.
-    modules = ["torch", "torch.distributed", "torch._dynamo", "numpy", child.__name__]
     multiprocessing.forkserver._forkserver.__init__()  # that of a forked process is its parent's
     _idle.clear()
-    multiprocessing.forkserver.set_forkserver_preload(modules)
+    multiprocessing.forkserver.set_forkserver_preload(_preloaded)
+
+
+def _end_fork_server() -> None:
+    """Kill the fork server, unless processes from it are left: while it imports torch, for some
+    seconds, it would not notice that this process ends."""
+    pid = multiprocessing.forkserver._forkserver._forkserver_pid
+    if pid and not multiprocessing.active_children():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 if hasattr(os, "fork"):
@@ -44,6 +55,7 @@ if hasattr(os, "fork"):
     # At import: a fork server that something else has started before would stay without torch.
     _set_up_fork_server()
     os.register_at_fork(after_in_child=_set_up_fork_server)
+    atexit.register(_end_fork_server)
 
 
 class RankError(RuntimeError):
@@ -108,14 +120,17 @@ def launch(
         return _Watch(task, directory, output).run()
 
 
-def warm() -> None:
-    """Start to import torch in the background, so that the first launch needn't wait for it."""
+def warm(*modules: str) -> None:
+    """Start to import torch, and further modules, in the background, so that the first launch
+    needn't wait for it. Modules come too late where a launch was before."""
+    _preloaded.extend(modules)
     if _must_spawn() or child.task:
         return
     main = threading.current_thread() is threading.main_thread()
     # An interrupt from the keyboard goes to the server too, which dies with its last rank anyway.
     known = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
     try:
+        multiprocessing.forkserver.set_forkserver_preload(_preloaded)
         multiprocessing.forkserver.ensure_running()
     finally:
         if known is not None:

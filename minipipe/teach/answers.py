@@ -1,0 +1,135 @@
+"""Answers as modules: loaded from a file, taken from a lesson's source, kept from cheating.
+
+While an answer runs, what would yield it ready-made refuses *the answer's* calls: the tests and
+the package itself may use it. That stops copying by accident; it is no sandbox.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib
+import importlib.util
+import json
+import linecache
+import sys
+from collections.abc import Iterator
+from functools import cache, wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from minipipe.schedule import Schedule
+from minipipe.teach.course import Course, Task
+
+# Never part of an answer: torch's own pipelining, and the lessons' solutions.
+ALWAYS = ("torch.distributed.pipelining", "minipipe.teach", "minipipe:build",
+          "minipipe.schedules:build")  # fmt: skip
+
+
+class Forbidden(AssertionError):
+    """An answer used what would do the task for it."""
+
+
+def load(path: Path, task: Task, name: str = "answer") -> ModuleType:
+    """Run an answer's file as the module `answer`, as the cell of a notebook runs."""
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    text = path.read_text(encoding="utf-8")
+    linecache.cache[str(path)] = (len(text), None, text.splitlines(True), str(path))
+    sys.modules[name] = module
+    exec(compile(text, str(path), "exec"), module.__dict__)
+    return module
+
+
+def line(path: Path, number: int) -> str:
+    """An answer's line, for an error's text."""
+    return f"\nat line {number} of your answer: {linecache.getline(str(path), number).strip()}"
+
+
+def solution(course: Course, task: Task) -> ModuleType:
+    """The lesson's own solution as a module."""
+    return _solution(course.root, task.id, course)
+
+
+@cache
+def _solution(_root: Path, id: str, course: Course) -> ModuleType:
+    from minipipe.teach import sources
+
+    name = f"solution_{id.replace('.', '_')}"
+    path = course.root / f"<solution of {id}>"
+    text = sources.task_text(course, id)
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    linecache.cache[str(path)] = (len(text), None, text.splitlines(True), str(path))
+    sys.modules[name] = module
+    exec(compile(text, str(path), "exec"), module.__dict__)
+    return module
+
+
+def right_table(course: Course, task: Task, case: dict[str, Any]) -> Schedule | None:
+    """The right rows of a case: by the solution, in a release from its stored cases, or None."""
+    if course.is_release:
+        stored = _read_json(course.root / "lessons" / "tasks" / "cases.json")
+        text = stored.get(task.id, {}).get(key(case))
+        return None if text is None else Schedule.parse(text)
+    value = getattr(solution(course, task), task.name)
+    rows = value(**case) if callable(value) else value
+    return Schedule.parse(rows) if isinstance(rows, str) else Schedule(rows)
+
+
+def key(case: dict[str, Any]) -> str:
+    return json.dumps(case, sort_keys=True)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+@contextlib.contextmanager
+def refused(task: Task) -> Iterator[None]:
+    """Within this block what the task forbids refuses calls and imports that an answer makes."""
+    names = [*ALWAYS, *task.forbids, *task.stands_for]
+    names += [gift.partition("(")[0] for gift in task.gives]
+    if task.rebuilds:
+        names.append(task.rebuilds)
+    modules = {name for name in names if ":" not in name}
+    real_import = builtins.__import__
+
+    def import_(name, globals=None, locals=None, fromlist=(), level=0):
+        if globals and _is_answer(globals.get("__name__")):
+            wanted = {name, *(f"{name}.{each}" for each in fromlist or ())}
+            for module in modules:
+                if any(each == module or each.startswith(f"{module}.") for each in wanted):
+                    raise Forbidden(f"{module} may not be used here: it would do the task for you")
+        return real_import(name, globals, locals, fromlist, level)
+
+    with contextlib.ExitStack() as stack:
+        for name in dict.fromkeys(name for name in names if ":" in name):
+            module, _, attribute = name.partition(":")
+            if importlib.util.find_spec(module):
+                owner = importlib.import_module(module)
+                value = getattr(owner, attribute)
+                stack.enter_context(mock.patch.object(owner, attribute, _guarded(value, name)))
+        stack.enter_context(mock.patch.object(builtins, "__import__", import_))
+        yield
+
+
+def _is_answer(module: str | None) -> bool:
+    return bool(module) and (module == "answer" or module.startswith("solution_"))
+
+
+def _guarded(value, name: str):
+    @wraps(value)
+    def guarded(*args, **kwargs):
+        caller = sys._getframe(1).f_globals.get("__name__")
+        if _is_answer(caller):
+            raise Forbidden(f"{name.replace(':', '.')} may not be used here: it would do the task "
+                            "for you")  # fmt: skip
+        return value(*args, **kwargs)
+
+    return guarded
