@@ -420,6 +420,39 @@ def test_end_of_the_parent_ends_the_ranks(name):
     assert ("KeyboardInterrupt" in output) == (name == "SIGINT")
 
 
+@pytest.mark.parametrize("how", ["interrupt", "return"])
+def test_end_of_the_parent_ends_a_fork_server_that_still_imports(tmp_path, how):
+    """It would notice only once it has torch; here what it imports takes for ever."""
+    (tmp_path / "endless.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(99)")
+    parent = run_script(f"""
+        import multiprocessing.forkserver, os, sys
+        from minipipe.ranks.launch import launch
+        os.environ["PYTHONPATH"] += os.pathsep + {str(tmp_path)!r}
+        multiprocessing.set_forkserver_preload(["endless"])
+        if {how == "return"}:
+            multiprocessing.forkserver.ensure_running()
+            sys.stdin.readline()
+        else:
+            launch(print, ranks=2)
+    """, stdin=subprocess.PIPE)
+    everything = []
+    try:
+        assert parent.stdout.readline() == "here\n"
+        everything = [p.pid for p in psutil.Process(parent.pid).children(recursive=True)]
+        assert everything
+        if how == "return":
+            parent.stdin.write("\n")
+            parent.stdin.flush()
+        else:
+            parent.send_signal(signal.SIGINT)
+        assert (parent.wait(10) != 0) == (how == "interrupt")
+        assert gone(everything)
+    finally:
+        for pid in everything:
+            if psutil.pid_exists(pid):
+                psutil.Process(pid).kill()
+
+
 # Notebook, torchrun, spawned ranks.
 
 
