@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import (
     ROWS,
-    Apply,
+    TOLERANCE,
     Start,
     batch,
     chain,
@@ -18,13 +18,13 @@ from ranks import (
     mean_mse,
     on_ranks,
     schedule,
+    three_stages,
 )
 from torch import nn
 
 from minipipe import Pipeline
 
 pytestmark = pytest.mark.timeout(60)
-TOLERANCE = 1e-10
 
 
 # Layouts and shapes (kind 4).
@@ -64,8 +64,7 @@ def test_a_channels_last_batch():
 
 
 def test_a_batch_that_is_a_transposed_view():
-    make = lambda: [linear(), linear(seed=1), linear(seed=2)]  # noqa: E731
-    check_edges(make, batch(6, 7).t(), batch(6, 7).t())
+    check_edges(three_stages, batch(6, 7).t(), batch(6, 7).t())
 
 
 class Mean(nn.Module):
@@ -105,8 +104,8 @@ def test_the_shape_changes_from_step_to_step():
 @pytest.mark.parametrize("rows", [4, 5, 9, 10, 11])
 def test_a_short_last_microbatch(rows):
     """Traps 26, 37: torch.chunk gives 3 parts of 9 rows in 4, or 3, 3, 3, 1."""
-    make = lambda: [linear(), Apply(torch.tanh, seed=1), linear(seed=2)]  # noqa: E731
-    wrong = on_ranks(compare, make, schedule("1f1b", 3, 4), batch(rows), batch(rows), ranks=3)
+    x = batch(rows)
+    wrong = on_ranks(compare, three_stages, schedule("1f1b", 3, 4), x, x, ranks=3)
     assert max(wrong) < TOLERANCE
 
 
