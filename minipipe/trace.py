@@ -123,15 +123,15 @@ def narrate(t: Timeline) -> Iterator[str]:
             told.append((span, _clause(t, span, step.receives, waited if waited > least else 0)))
             free = span.end
     told.sort(key=lambda each: each[0].start)
-    for moment, clauses in groupby(told, key=lambda each: _moment(t, each[0].start)):
+    for moment, clauses in groupby(told, key=lambda each: moment(t, each[0].start)):
         in_order = sorted(clauses, key=lambda each: each[0].rank)
         yield f"{moment}: {'; '.join(clause for _, clause in in_order)}."
     ends = [f"rank {rank} has had nothing to do for {_long(t, idle.drain)}"
             for rank, idle in enumerate(t.waiting) if idle.drain > least]  # fmt: skip
-    yield "; ".join([f"{_moment(t, t.makespan)}: the step is over", *ends]) + "."
+    yield "; ".join([f"{moment(t, t.makespan)}: the step is over", *ends]) + "."
 
 
-def _moment(t: Timeline, time) -> str:
+def moment(t: Timeline, time) -> str:
     return duration(t, time) if t.time_unit else f"t = {duration(t, time)}"
 
 

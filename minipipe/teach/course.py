@@ -73,7 +73,8 @@ class Course:
 
     @property
     def answers(self) -> Path:
-        return self.root / "answers"
+        """Where answers are saved; $MINIPIPE_ANSWERS names another folder."""
+        return Path(os.environ.get("MINIPIPE_ANSWERS") or self.root / "answers")
 
     @property
     def sources(self) -> Path:
@@ -86,7 +87,7 @@ class Course:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        return _read(self.root / "lessons" / "course.toml")
+        return read_toml(self.root / "lessons" / "course.toml")
 
     @cached_property
     def lessons(self) -> dict[int, Lesson]:
@@ -125,7 +126,7 @@ def find_course(start: str | os.PathLike = ".") -> Course:
                       "MINIPIPE_COURSE to it")  # fmt: skip
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -133,7 +134,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _lesson(path: Path) -> Lesson:
-    content = _read(path)
+    content = read_toml(path)
     try:
         head, number = content["lesson"], int(path.stem)
         tasks = tuple(_task(number, entry) for entry in content.get("task", []))
