@@ -123,9 +123,9 @@ def narrate(t: Timeline) -> Iterator[str]:
             told.append((span, _clause(t, span, step.receives, waited if waited > least else 0)))
             free = span.end
     told.sort(key=lambda each: each[0].start)
-    for moment, clauses in groupby(told, key=lambda each: moment(t, each[0].start)):
+    for when, clauses in groupby(told, key=lambda each: moment(t, each[0].start)):
         in_order = sorted(clauses, key=lambda each: each[0].rank)
-        yield f"{moment}: {'; '.join(clause for _, clause in in_order)}."
+        yield f"{when}: {'; '.join(clause for _, clause in in_order)}."
     ends = [f"rank {rank} has had nothing to do for {_long(t, idle.drain)}"
             for rank, idle in enumerate(t.waiting) if idle.drain > least]  # fmt: skip
     yield "; ".join([f"{moment(t, t.makespan)}: the step is over", *ends]) + "."

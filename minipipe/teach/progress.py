@@ -12,7 +12,7 @@ from typing import Any
 
 from minipipe.actions import Action
 from minipipe.teach import answers
-from minipipe.teach.course import Course, Task, find_course
+from minipipe.teach.course import Course, CourseError, Task, find_course
 
 MARKS = {"passed": "✓", "failed": "✗", "not written": "…", "missing": "…", "error": "✗",
          "timeout": "✗"}  # fmt: skip
@@ -54,11 +54,25 @@ def read(course: Course) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def is_current(course: Course, task: Task) -> bool:
+    """Whether what was noted is about the answer that is saved now."""
+    noted = read(course).get(task.id)
+    return isinstance(noted, dict) and noted.get("hash") == _hash(course.answer_file(task))
+
+
 def passed(course: Course, task: Task) -> bool:
     """Whether the answer that is saved now has passed."""
-    noted = read(course).get(task.id)
-    return isinstance(noted, dict) and noted.get("status") == "passed" and (
-        noted.get("hash") == _hash(course.answer_file(task)))  # fmt: skip
+    return is_current(course, task) and read(course)[task.id].get("status") == "passed"
+
+
+def starter_text(course: Course, task: Task) -> str:
+    """What a student starts from, taken from the task's cell of the student's notebook."""
+    lesson = sorted((course.root / "lessons").glob(f"{task.lesson:02d}_*.ipynb"))
+    for cell in json.loads(lesson[0].read_text(encoding="utf-8"))["cells"] if lesson else []:
+        first, _, rest = "".join(cell["source"]).partition("\n")
+        if first.split() == ["%%task", task.id]:
+            return rest + "\n"
+    raise CourseError(f"lesson {task.lesson} has no notebook with %%task {task.id}")
 
 
 def _hash(path: Path) -> str:

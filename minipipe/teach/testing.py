@@ -177,8 +177,9 @@ def within(schedule: Schedule, case: str, right: Schedule | None = None, *, make
     for rank, kept in enumerate(t.peak_activations):
         most = memory_limit if peaks is None else peaks[rank]
         if most is not None and kept > most:
-            raise wrong_table(f"rank {rank} keeps the activations of {_short(kept)} micro-batches "
-                              f"at once; {_short(most)} suffice", case, schedule, right)  # fmt: skip
+            reason = (f"rank {rank} keeps the activations of {_short(kept)} micro-batches at once; "
+                      f"{_short(most)} suffice")  # fmt: skip
+            raise wrong_table(reason, case, schedule, right)
 
 
 @contextlib.contextmanager
