@@ -448,6 +448,7 @@ def test_end_of_the_parent_ends_a_fork_server_that_still_imports(tmp_path, how):
         assert (parent.wait(10) != 0) == (how == "interrupt")
         assert gone(everything)
     finally:
+        parent.kill()
         for pid in everything:
             if psutil.pid_exists(pid):
                 psutil.Process(pid).kill()
