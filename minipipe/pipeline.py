@@ -182,7 +182,8 @@ class Pipeline:
         own = pack(self.schedule, record, loss, links.bytes_sent, self.memory_meter,
                    self._clock_offset)  # fmt: skip
         origin = "emulated" if pace else "measured"
-        return unpack(self.schedule, self._exchange(own), self.rank, self.memory_meter, origin)
+        return unpack(self.schedule, self._exchange(own), self.rank, self.memory_meter, origin,
+                      self._copies.bytes_sent)  # fmt: skip
 
     def evaluate(self, inputs=None, targets=None) -> Evaluation:
         """Forward only, in evaluation mode, over any batch of at least one row.

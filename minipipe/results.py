@@ -29,7 +29,8 @@ class StepResult:
     rank's own (`timeline` has those of all ranks).
 
     loss: of the whole batch, by rows. peak_activation_bytes: the most that autograd kept at once.
-    bytes_sent: activations and gradients sent to other ranks.
+    bytes_sent: activations and gradients sent to other ranks, and what the sum over copies of a
+    stage sends (`timeline.bytes_sent` has the messages alone, as a prediction does).
     """
 
     loss: float
@@ -78,8 +79,9 @@ def pack(schedule: Schedule, record: Record, loss: float, sent: int,
 
 
 def unpack(schedule: Schedule, everyone: torch.Tensor, rank: int, metered: bool,
-           origin: str) -> StepResult:  # fmt: skip
-    """The result on one rank from the vectors of all: [ranks, n]."""
+           origin: str, summed: int = 0) -> StepResult:  # fmt: skip
+    """The result on one rank from the vectors of all: [ranks, n]; summed: bytes that this rank
+    sent for the sums over copies."""
     columns = everyone[:, 3:].reshape(schedule.ranks, 4 if metered else 2, -1)
     counts = [len(row) for row in schedule.rows]
 
@@ -102,4 +104,5 @@ def unpack(schedule: Schedule, everyone: torch.Tensor, rank: int, metered: bool,
         )  # fmt: skip
 
     peak = int(columns[rank, 2, : counts[rank]].max()) if metered and counts[rank] else 0
-    return StepResult(float(everyone[:, 0].sum()), peak, int(everyone[rank, 1]), timeline)
+    sent = int(everyone[rank, 1]) + summed
+    return StepResult(float(everyone[:, 0].sum()), peak, sent, timeline)

@@ -252,6 +252,81 @@ def test_summed_once_a_stage_after_the_last_backward():
             assert calls == wanted and calls
 
 
+# What is sent.
+
+
+def sends(rank, rows, buffers):
+    """Bytes of two steps' messages, and what each step sent beyond them."""
+    model = layers(rows.stages)
+    if buffers:  # a mean, a deviation and a count in each stage
+        model = [nn.Sequential(stage, nn.BatchNorm1d(6).double()) for stage in model]
+    pipe = Pipeline(list(model), rows, mean_mse)
+    steps = [pipe.step(batch(24), batch(24, seed=2)) for _ in range(2)]
+    return [(s.timeline.bytes_sent, s.bytes_sent - s.timeline.bytes_sent[rank]) for s in steps]
+
+
+@pytest.mark.parametrize("name, stages, sent", [
+    ("chimera", 2, 1), ("dualpipe", 2, 1), ("replicas", 1, 1), ("everywhere", 2, 1.5)])  # fmt: skip
+def test_bytes_sent_have_the_sums_over_copies(name, stages, sent):
+    """A stage has 55 parameters in float64 and, for each of its 5 tensors, a number that says
+    whether there is a gradient: 480 bytes, all of which each of a pair sends; of k ranks in a
+    ring, 2 (k - 1) / k of them. The timeline's messages stay what is predicted."""
+    rows = schedule(name, 4, 8) if name in ("chimera", "dualpipe") else TABLES[name]
+    rows_each = 24 // rows.microbatches
+    predicted = mp.simulate(rows, mp.Costs(message_size=rows_each * 6 * 8)).bytes_sent
+    for buffers, size in ((False, 480), (True, 480 + 14 * 8 + 2 * 48 + 8)):
+        for found in on_ranks(sends, rows, buffers, ranks=4):
+            assert found == [(predicted, stages * size * sent)] * 2
+
+
+def test_without_copies_bytes_sent_are_the_messages():
+    for found in on_ranks(sends, schedule("1f1b", 4, 4), True, ranks=4):
+        assert [more for _, more in found] == [0, 0]
+
+
+def by_the_kernel(rank, rows):
+    """Bytes that left over TCP within the sums over copies, and those that are counted."""
+    import time
+
+    import torch.distributed as dist
+
+    from minipipe.training import tcp_bytes_sent
+
+    def settled():
+        seen = [tcp_bytes_sent()]
+        while len(seen) < 2 or seen[-1] != seen[-2]:
+            time.sleep(0.05)
+            seen.append(tcp_bytes_sent())
+        return seen[-1]
+
+    pipe = Pipeline([nn.Linear(200, 200).double() for _ in range(rows.stages)], rows, mean_mse)
+    pipe.step(batch(8, 200), batch(8, 200))
+    reduce, total = dist.all_reduce, []
+
+    def counted(tensor, group):
+        before = settled()
+        dist.barrier(group)
+        reduce(tensor, group=group)
+        dist.barrier(group)
+        total.append((settled() or 0) - (before or 0))
+
+    dist.all_reduce = counted
+    try:
+        step = pipe.step(batch(8, 200), batch(8, 200))
+    finally:
+        dist.all_reduce = reduce
+    return None if tcp_bytes_sent() is None else sum(total), (
+        step.bytes_sent - step.timeline.bytes_sent[rank])  # fmt: skip
+
+
+def test_bytes_of_the_sums_are_those_that_the_kernel_counts():
+    for rows in (REPLICAS, EVERYWHERE):
+        for sent, counted in on_ranks(by_the_kernel, rows, ranks=4):
+            if sent is None:
+                pytest.skip("the kernel counts them on Linux alone")
+            assert counted > 300_000 and sent == pytest.approx(counted, rel=0.02)
+
+
 # State, evaluation, failures.
 
 
