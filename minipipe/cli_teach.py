@@ -35,8 +35,11 @@ def status(
 ) -> None:
     """List the tasks: which are passed, how many points, and which is next."""
     from minipipe.teach import progress
+    from minipipe.teach.release import changed
 
     course = course_here()
+    for name in changed(course):
+        typer.echo(f"{name} is not as it was handed out; you are graded by the original", err=True)
     noted, rows = progress.read(course), []
     for task in course.tasks.values():
         entry = noted.get(task.id) if isinstance(noted.get(task.id), dict) else {}
@@ -154,3 +157,38 @@ def lessons(
     except CourseError as error:
         typer.echo(f"minipipe lessons: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+@app.command()
+def release(
+    out: Annotated[Path, typer.Option(help="A new or empty folder.")],
+    lessons: Annotated[str, typer.Option(metavar="1-6", help="Lessons that are assigned, such as "
+                                         "1-6 or 1,3; all by default.")] = "",
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Write the tree that students get: no solutions, no sources, the assigned functions blank."""
+    from minipipe.teach import release as made
+
+    course = course_here()
+    try:
+        chosen = numbers(lessons) if lessons else None
+        files = made.release(course, out, chosen)
+    except CourseError as error:
+        raise typer.BadParameter(str(error)) from None
+    if as_json:
+        print_json({"out": str(out), "lessons": chosen or sorted(course.lessons),
+                    "files": [str(path.relative_to(out)) for path in files]})  # fmt: skip
+        return
+    typer.echo(f"wrote {len(files)} files to {out}: lessons "
+               f"{', '.join(map(str, chosen or course.lessons))}")  # fmt: skip
+
+
+def numbers(text: str) -> list[int]:
+    """The lessons of `1-6` or `1,3-5`."""
+    found: set[int] = set()
+    for piece in text.split(","):
+        first, dash, last = (part.strip() for part in piece.partition("-"))
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise CourseError(f"lessons {text!r}: write 1-6 or 1,3")
+        found |= set(range(int(first), int(last if dash else first) + 1))
+    return sorted(found)

@@ -93,10 +93,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def refused(task: Task) -> Iterator[None]:
     """Within this block what the task forbids refuses calls and imports that an answer makes."""
-    names = [*ALWAYS, *task.forbids, *task.stands_for]
+    names = [*ALWAYS, *task.forbids, *task.blanked, *task.removes]
     names += [gift.partition("(")[0] for gift in task.gives]
-    if task.rebuilds:
-        names.append(task.rebuilds)
     modules = {name for name in names if ":" not in name}
     real_import = builtins.__import__
 

@@ -30,9 +30,12 @@ class Task:
 
     name: what the answer must define. rebuilds: "module:function" of minipipe that the task
     rebuilds. stands_for: functions of minipipe whose bodies a release replaces by the answer.
-    gives: what else would yield the answer ("module:function" or "module:function(argument=value)")
-    and refuses in a release until the task passes. forbids: "module" or "module:name" that an
-    answer may not use (`rebuilds`, `stands_for` and `gives` it may not use either). cases:
+    meanwhile: "module:function" that does instead of the answer until it passes; without it the
+    blanked function refuses. removes: functions whose bodies hold the answer; a release leaves them
+    out, and has stored tables of the schedules that need them. gives: what else would yield the
+    answer ("module:function" or "module:function(argument=value)") and refuses in a release until
+    the task passes. forbids: "module" or "module:name" that an
+    answer may not use (nor `rebuilds`, `stands_for`, `removes` and `gives`). cases:
     arguments whose right results a release stores, to draw beside a wrong one.
     """
 
@@ -43,11 +46,18 @@ class Task:
     hints: tuple[str, ...]
     rebuilds: str = ""
     stands_for: tuple[str, ...] = ()
+    meanwhile: str = ""
+    removes: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
     forbids: tuple[str, ...] = ()
     cases: tuple[dict[str, Any], ...] = ()
     limit: float = 20.0
     lesson: int = field(default=0, compare=False)
+
+    @property
+    def blanked(self) -> tuple[str, ...]:
+        """The functions of the package that the answer replaces in a release."""
+        return (*((self.rebuilds,) if self.rebuilds else ()), *self.stands_for)
 
     @property
     def file_name(self) -> str:

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from minipipe.actions import Action
+from minipipe.actions import Action, ScheduleError
+from minipipe.schedule import Schedule
 from minipipe.teach import answers
 from minipipe.teach.course import Course, CourseError, Task, find_course
 
@@ -18,8 +19,9 @@ MARKS = {"passed": "✓", "failed": "✗", "not written": "…", "missing": "…
          "timeout": "✗"}  # fmt: skip
 
 
-class NotWrittenYet(NotImplementedError):
-    """A blanked function was called before the task that it stands for has been passed."""
+class NotWrittenYet(ScheduleError, NotImplementedError):
+    """A blanked function was called before the task that it stands for has been passed. For `build`
+    it is a schedule that can't be had, so that commands tell it in a line."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
@@ -103,40 +105,53 @@ def describe(result) -> str:
     return "\n".join(lines)
 
 
-def assigned(id: str):
+def assigned(id: str, arguments: dict[str, Any], meanwhile=None) -> Any:
     """What stands in a release for a blanked body: the student's own answer, once it passes.
 
-    Rows of text become actions. Raises NotWrittenYet until then, naming the task.
+    arguments: those of the blanked function; its answer gets the ones that it takes. Rows of text
+    become actions. Until then `meanwhile` is called, or NotWrittenYet names the task.
     """
-    task, course = _passed_or_raise(id)
+    course = find_course(Path(__file__).parents[2])
+    task = course.task(id)
+    if meanwhile and not passed(course, task):
+        return meanwhile(**arguments)
+    first(id)
     module = answers.load(course.answer_file(task), task, name=f"passed_{id.replace('.', '_')}")
     function = getattr(module, task.name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        known = inspect.signature(function).parameters
-        extra = {name: value for name, value in kwargs.items() if name not in known}
-        if any(value not in (None, False) for value in extra.values()):
-            raise NotWrittenYet(f"your {task.name} of task {id} does not take "
-                                f"{', '.join(extra)}")  # fmt: skip
-        value = function(*args, **{k: v for k, v in kwargs.items() if k in known})
-        if isinstance(value, list) and value and isinstance(value[0], list):
-            return [[Action.parse(a) if isinstance(a, str) else a for a in row] for row in value]
-        return value
-
-    return call
+    known = inspect.signature(function).parameters
+    extra = [name for name, value in arguments.items()
+             if name not in known and value not in (None, False)]  # fmt: skip
+    if extra:
+        raise NotWrittenYet(f"your {task.name} of task {id} does not take {', '.join(extra)}")
+    value = function(**{k: v for k, v in arguments.items() if k in known})
+    if isinstance(value, list) and value and isinstance(value[0], (list, tuple)):
+        return [[Action.parse(a) if isinstance(a, str) else a for a in row] for row in value]
+    return value
 
 
 def first(*ids: str) -> None:
     """What stands in a release at the head of what would yield an assigned answer: NotWrittenYet
     until each of the tasks passes."""
-    for id in ids:
-        _passed_or_raise(id)
-
-
-def _passed_or_raise(id: str) -> tuple[Task, Course]:
     course = find_course(Path(__file__).parents[2])
-    task = course.task(id)
-    if not passed(course, task):
-        raise NotWrittenYet(f"do task {id} first ({task.title}, lesson {task.lesson}): "
-                            "minipipe uses your own answer here once it passes")  # fmt: skip
-    return task, course
+    for id in ids:
+        task = course.task(id)
+        if not passed(course, task):
+            raise NotWrittenYet(f"do task {id} first ({task.title}, lesson {task.lesson}): "
+                                "minipipe uses your own answer here once it passes")  # fmt: skip
+
+
+def removed(name: str) -> None:
+    """What stands in a release for a function that holds an answer."""
+    raise NotWrittenYet(f"{name} is not in a student's tree: it would show answers")
+
+
+def stored(name: str, arguments: dict[str, Any]) -> list[list[Action]]:
+    """Rows that a release has instead of a function that needs what was left out of it."""
+    path = Path(__file__).parents[2] / "lessons" / "tasks" / "tables.json"
+    tables = json.loads(path.read_text(encoding="utf-8"))[name]
+    usual = {k: v for k, v in arguments.items() if v is not None}
+    text = tables.get(answers.key(usual))
+    if text is None:
+        raise NotWrittenYet(f"a student's tree has {name} for up to 4 ranks and 8 micro-batches, "
+                            "with its usual arguments: the function would show answers")
+    return [list(row) for row in Schedule.parse(text).rows]

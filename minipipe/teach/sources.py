@@ -105,4 +105,9 @@ def head(function) -> str:
     if not isinstance(node.body[0], ast.Expr):
         raise CourseError(f"{function.__name__} has no docstring that could say what is asked")
     end = node.body[0].end_lineno
-    return _ROWS.sub("", "".join(f"{line}\n" for line in text.splitlines()[:end]))
+    return without_rows("".join(f"{line}\n" for line in text.splitlines()[:end]))
+
+
+def without_rows(text: str) -> str:
+    """A docstring's text without the rows that it shows between marks of code."""
+    return _ROWS.sub("", text)
