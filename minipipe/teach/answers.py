@@ -32,11 +32,11 @@ class Forbidden(AssertionError):
     """An answer used what would do the task for it."""
 
 
-def load(path: Path, task: Task, name: str = "answer") -> ModuleType:
-    """Run an answer's file as the module `answer`, as the cell of a notebook runs."""
+def load(path: Path, task: Task, name: str = "answer", text: str | None = None) -> ModuleType:
+    """Run an answer's file, or its text, as the module `answer`, as the cell of a notebook runs."""
     module = ModuleType(name)
     module.__file__ = str(path)
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8") if text is None else text
     linecache.cache[str(path)] = (len(text), None, text.splitlines(True), str(path))
     sys.modules[name] = module
     exec(compile(text, str(path), "exec"), module.__dict__)
@@ -55,17 +55,28 @@ def solution(course: Course, task: Task) -> ModuleType:
 
 @cache
 def _solution(_root: Path, id: str, course: Course) -> ModuleType:
-    from minipipe.teach import sources
-
     name = f"solution_{id.replace('.', '_')}"
     path = course.root / f"<solution of {id}>"
-    text = sources.task_text(course, id)
+    text = solution_text(course, id)
     module = ModuleType(name)
     module.__file__ = str(path)
     linecache.cache[str(path)] = (len(text), None, text.splitlines(True), str(path))
     sys.modules[name] = module
     exec(compile(text, str(path), "exec"), module.__dict__)
     return module
+
+
+texts: dict[tuple[Path, str], str] = {}  # of solutions; a child that judges gets its task's
+
+
+def solution_text(course: Course, id: str) -> str:
+    """The text of the lesson's own solution, read once."""
+    from minipipe.teach import sources
+
+    key = (course.root, id)
+    if key not in texts:
+        texts[key] = sources.task_text(course, id)
+    return texts[key]
 
 
 def right_table(course: Course, task: Task, case: dict[str, Any]) -> Schedule | None:

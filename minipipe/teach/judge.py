@@ -7,25 +7,33 @@ counts. An answer runs with your rights: this is no sandbox (docs/teaching.md sa
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import faulthandler
+import gc
+import json
 import multiprocessing
 import os
+import queue
 import re
+import secrets
 import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from minipipe.ranks.launch import warm
 from minipipe.teach import answers
-from minipipe.teach.course import Course, Task
+from minipipe.teach.course import Course, CourseError, Task
 
+STARTING = 120.0  # seconds that a child may take until its tests begin; they aren't the answer's
 MOST_OUTPUT = 20_000  # characters of an answer's output that are kept
 MOST_PROCESSES = 48  # that an answer may have at once, its ranks among them
 MOST_MEMORY = 8 << 30  # bytes of data a process may have
@@ -34,6 +42,9 @@ PRELOADED = ("pytest", "jupytext", "minipipe", "minipipe.pipeline", "minipipe.pl
              "matplotlib.backends.backend_agg", "minipipe.teach.plugin", "minipipe.teach.judge",
              "minipipe.teach.pictures", "minipipe.teach.sources")  # fmt: skip
 ENOUGH = 10_000_000  # bytes of output after which it is ended
+LONGEST_MESSAGE = 16 << 20  # bytes; longer ones are no message of a test
+# What a message holds may be anything that an answer raised; these are no text in XML and UTF-8.
+_NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass
@@ -62,11 +73,11 @@ class TaskResult:
 
 
 def judge(course: Course, task: Task, answer: Path | None, seed: int = 0,
-          watch=None) -> TaskResult:  # fmt: skip
+          watch: Callable[[], str] = str) -> TaskResult:  # fmt: skip
     """Run the task's tests on the answer's file in a child process, and say what it scored.
 
-    seed: 0 for the tests a student sees, any other adds hidden cases of the same tests. watch: a
-    function of the child's pid, called some times a second; a text it returns ends the child.
+    seed: 0 for the tests a student sees, any other adds hidden cases of the same tests. watch: is
+    called some times a second; a text that it returns ends the child.
     """
     result = TaskResult(task.id, task.title, task.points)
     if answer is None or not answer.is_file():
@@ -78,7 +89,7 @@ def judge(course: Course, task: Task, answer: Path | None, seed: int = 0,
         shutil.copyfile(answer, copy)
         shutil.copyfile(course.test_file(task), Path(directory) / course.test_file(task).name)
         with _Child(course, task, copy, seed) as child:
-            child.run(began + task.limit, watch)
+            child.run(watch)
     result.seconds = time.monotonic() - began
     _settle(result, child, task, course)
     return result
@@ -86,26 +97,36 @@ def judge(course: Course, task: Task, answer: Path | None, seed: int = 0,
 
 def _settle(result: TaskResult, child: _Child, task: Task, course: Course) -> None:
     result.tests, result.output = child.tests, child.output()
-    tests = {test["name"]: test for test in child.tests}
+    states: dict[str, set[str]] = {collected["name"]: set() for collected in child.collected}
+    for test in child.tests:
+        states.setdefault(test["name"], set()).add(test["status"])
     parts: dict[str, dict[str, Any]] = {}
     for collected in child.collected:
         at = parts.setdefault(collected["part"], {"name": collected["part"],
                               "share": collected["share"], "passed": True})  # fmt: skip
-        at["passed"] &= tests.get(collected["name"], {}).get("status") == "passed"
+        at["passed"] &= states[collected["name"]] == {"passed"}
     result.parts = list(parts.values())
     share = sum(part["share"] for part in result.parts if part["passed"])
     result.points = round(task.points * share / 100, 2)
     result.reason = child.reason
-    states = {test["status"] for test in child.tests}
+    seen = set().union(*states.values())
     if child.status:
         result.status = child.status
     elif not result.parts:
         result.status = "error"
         result.reason = f"{course.test_file(task).name} has no test of task {task.id}"
-    elif states == {"passed"}:
+    elif not all(states.values()):
+        result.status, result.reason = "error", "it broke off its tests"
+    elif seen == {"passed"}:
         result.status = "passed"
     else:
-        result.status = "not written" if "not written" in states else "failed"
+        result.status = "not written" if "not written" in seen else "failed"
+
+
+@cache
+def _preload() -> None:
+    """Have the fork server import what children need; once, at its start."""
+    warm(*PRELOADED)
 
 
 class _Child:
@@ -117,29 +138,37 @@ class _Child:
         self.tests: list[dict] = []
         self.ended = False
         self.status = self.reason = ""
-        self._output, self._seen = bytearray(), 0
         self.stack = answer.with_suffix(".stack")
+        self._output, self._seen = bytearray(), 0
+        self._messages: queue.SimpleQueue = queue.SimpleQueue()
+        self._nonce = secrets.token_hex(8)
         method = "forkserver" if hasattr(os, "fork") else "spawn"
         context = multiprocessing.get_context(method)
         self.link, theirs = context.Pipe(duplex=False)
         self.out, their_out = context.Pipe(duplex=False)
         server = None
         if method == "forkserver":
-            warm(*PRELOADED)
+            _preload()
+            multiprocessing.forkserver.ensure_running()
             server = multiprocessing.forkserver._forkserver._forkserver_address
+        with contextlib.suppress(CourseError):  # a release has no solutions
+            answers.solution_text(course, task.id)  # here, not in each child
+        texts = {key: text for key, text in answers.texts.items() if key[1] == task.id}
+        arguments = (course, task.id, answer, seed, texts, server)
         self.process = context.Process(
-            target=_be_child, args=(str(course.root), task.id, str(answer), seed, theirs, their_out,
-                                    str(self.stack), server))  # fmt: skip
+            target=_be_child, args=(theirs, their_out, self._nonce, self.stack, *arguments))
         main = sys.modules["__main__"]
-        sys.modules["__main__"] = type(sys)("__main__")  # else a script would run again in the child
+        sys.modules["__main__"] = type(sys)("__main__")  # else the script would run in the child
         try:
             self.process.start()
         finally:
             sys.modules["__main__"] = main
         theirs.close()
         their_out.close()
-        self.reader = threading.Thread(target=self._read_output, daemon=True)
-        self.reader.start()
+        self.readers = [threading.Thread(target=read, daemon=True)
+                        for read in (self._read_output, self._read_messages)]  # fmt: skip
+        for reader in self.readers:
+            reader.start()
 
     def __enter__(self):
         return self
@@ -150,42 +179,57 @@ class _Child:
                 self._seen += len(chunk)
                 self._output += chunk[: max(0, MOST_OUTPUT - len(self._output))]
 
+    def _read_messages(self) -> None:
+        """In a thread: an answer can write rubbish to the pipe, for whose rest one waits for ever.
+        JSON, since a pickle could run code here."""
+        with contextlib.suppress(OSError, EOFError, ValueError, TypeError):
+            while True:
+                nonce, kind, content = json.loads(self.link.recv_bytes(LONGEST_MESSAGE))
+                if nonce == self._nonce:
+                    self._messages.put((kind, content))
+
     def output(self) -> str:
-        text = bytes(self._output).decode(errors="replace")
+        text = _NO_TEXT.sub("\ufffd", bytes(self._output).decode(errors="replace"))
         return text + (f"\n… {self._seen - MOST_OUTPUT} more bytes" if self._seen > MOST_OUTPUT
                        else "")  # fmt: skip
 
-    def run(self, end: float, watch) -> None:
+    def run(self, watch: Callable[[], str]) -> None:
         """Take in what the child says until it ends or a limit is reached."""
-        while True:
-            wait = min(0.1, end - time.monotonic())
-            if self.link.poll(max(wait, 0)):
-                try:
-                    kind, content = self.link.recv()
-                except (EOFError, OSError):
-                    break
-                if kind == "end":
-                    self.ended = True
-                    break
-                (self.collected if kind == "collected" else self.tests).extend(
-                    content if kind == "collected" else [content])
-                continue
-            if stop := (watch(self.process.pid) if watch else None):
-                self.status, self.reason = "error", stop
-                break
-            if self._seen > ENOUGH:
+        end, look = time.monotonic() + STARTING, 0.0
+        while not self.ended and not self.status:
+            kind, content = "", None
+            alive = self.process.is_alive()
+            with contextlib.suppress(queue.Empty):
+                kind, content = self._messages.get(timeout=0.1)
+            if kind == "ready":
+                end = time.monotonic() + self.task.limit
+            elif kind == "collected":  # before any line of the answer has run
+                self.collected = self.collected or content
+            elif kind == "test":
+                picture = content["picture"]
+                content["picture"] = base64.b64decode(picture) if picture else None
+                content["message"] = _NO_TEXT.sub("\ufffd", content["message"])
+                self.tests.append(content)
+            elif kind == "end":
+                self.ended = True
+            elif not alive:
+                code = self.process.exitcode
+                how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
                 self.status = "error"
-                self.reason = f"it printed more than {ENOUGH // 1_000_000} MB"
-                break
-            if time.monotonic() >= end:
-                self.status = "timeout"
-                self.reason = f"it took longer than {self.task.limit:g} s{self._stood()}"
-                break
-        if not self.status and not self.ended:
-            self.process.join(5)
-            code = self.process.exitcode
-            how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
-            self.status, self.reason = "error", f"its process ended before the tests did ({how})"
+                self.reason = f"its process ended before the tests did ({how})"
+            if not self.ended and not self.status and time.monotonic() >= look:
+                look = time.monotonic() + 0.2
+                self._hold_to_limits(end, watch)
+
+    def _hold_to_limits(self, end: float, watch: Callable[[], str]) -> None:
+        if stop := watch():
+            self.status, self.reason = "error", stop
+        elif self._seen > ENOUGH:
+            self.status = "error"
+            self.reason = f"it printed more than {ENOUGH // 1_000_000} MB"
+        elif time.monotonic() >= end:
+            self.status = "timeout"
+            self.reason = f"it took longer than {self.task.limit:g} s{self._stood()}"
 
     def _stood(self) -> str:
         """Where the answer stood when time was up, asked of faulthandler."""
@@ -205,30 +249,30 @@ class _Child:
     def __exit__(self, *_) -> None:
         from minipipe.ranks.child import kill_tree
 
-        if not self.ended:
-            self.process.join(0)
-        else:
+        if self.ended:
             self.process.join(2)
-        if self.process.pid:
-            kill_tree(self.process.pid)
+        kill_tree(self.process.pid)
         with contextlib.suppress(OSError, AttributeError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join(5)
-        self.reader.join(1)
+        for reader in self.readers:
+            reader.join(1)
         self.link.close()
 
 
-def _be_child(root, task_id, answer, seed, link, out, stack, server) -> None:
+def _be_child(link, out, nonce, stack, course, task_id, answer, seed, texts, server) -> None:
     """In the child: take over output, set limits, run pytest on the task's tests."""
+    gc.freeze()  # pytest collects garbage, and would go through all that the fork server imported
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
     for standard in (1, 2):
         os.dup2(out.fileno(), standard)
     out.close()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace",  # noqa: SIM115
                       closefd=False)  # fmt: skip
     sys.stderr = sys.stdout
-    _limit()
+    limit()
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, open(stack, "w"), all_threads=False)  # noqa: SIM115
     if server:
@@ -236,28 +280,46 @@ def _be_child(root, task_id, answer, seed, link, out, stack, server) -> None:
     for name in [n for n in os.environ if n.startswith("PYTEST_")]:
         del os.environ[name]
     os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
-    os.chdir(Path(answer).parent)
+    os.chdir(answer.parent)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    answers.texts.update(texts)
+    tell = _teller(link, nonce)
+    tell("ready", None)
+    _run_tests(course, course.task(task_id), answer, seed, tell)
+    tell("end", None)
+    os._exit(0)  # threads and exit handlers of the answer can't hold it up
+
+
+def _teller(link, nonce: str) -> Callable[[str, Any], None]:
+    """What sends (kind, content) to the parent; of a forked process of the answer nothing goes."""
+    process, process_id, send, encode = os.getpid(), os.getpid, link.send_bytes, json.dumps
+
+    def tell(kind: str, content: Any) -> None:
+        if process_id() == process:
+            send(encode([nonce, kind, content]).encode())
+
+    return tell
+
+
+def _run_tests(course: Course, task: Task, answer: Path, seed: int, tell) -> None:
     import pytest
 
     from minipipe.teach import plugin
 
-    course = Course(root)
-    task = course.task(task_id)
-    plugin.judging = plugin.Judging(course, task_id, Path(answer), seed,
-                                    lambda kind, content: link.send((kind, content)))  # fmt: skip
-    empty = Path(answer).parent / "pytest.ini"
+    text = answer.read_text(encoding="utf-8", errors="replace")
+    plugin.judging = plugin.Judging(course, task.id, answer, seed, tell, text)
+    empty = answer.parent / "pytest.ini"
     empty.write_text("[pytest]\n")
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
+    off = ["cacheprovider", "terminal", "faulthandler", "unraisableexception", "threadexception"]
     with answers.refused(task):
+        # The plugin is given as a module: looking for its name takes pytest 0.2 s.
         pytest.main([course.test_file(task).name, "--noconftest", "-c", str(empty), "--rootdir",
-                     str(empty.parent), "-p", "no:cacheprovider", "-p", "no:terminal", "-p", "minipipe.teach.plugin",
-                     "-s"])  # fmt: skip
-    link.send(("end", None))
-    os._exit(0)  # threads and exit handlers of the answer can't hold it up
+                     str(empty.parent), *(f"-pno:{name}" for name in off), "-s"], [plugin])
 
 
-def _limit() -> None:
+def limit() -> None:
+    """Limit this process and all that it will start: data, a file's size, no core dump."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 

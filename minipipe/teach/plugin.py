@@ -6,8 +6,11 @@ one answer (judge.py) they run on that answer, and each result goes to the paren
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import random
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +31,11 @@ class Judging:
     answer: Path
     seed: int
     tell: Any  # a function of (kind, content)
+    text: str = ""  # the answer's, read before it could change its file
 
 
 judging: Judging | None = None
-_HIDDEN = pytest.StashKey[list]()
+LONGEST = 10_000  # characters of a test's message
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,7 +74,7 @@ def answer_module(request: pytest.FixtureRequest, course: Course):
     """The module that the answer's cell makes."""
     task = course.task(_task_of(request))
     if judging:
-        yield answers.load(judging.answer, task)
+        yield answers.load(judging.answer, task, text=judging.text)
     elif course.is_release:
         if not course.answer_file(task).exists():
             raise NotImplementedError(f"{task.id} is not written yet")
@@ -123,9 +127,32 @@ def sizes(rng: random.Random):
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup():
+    with _going_on():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    with _going_on():
+        return (yield)
+
+
+@contextlib.contextmanager
+def _going_on() -> Iterator[None]:
+    """An answer that raises what would end pytest has only failed this test."""
+    try:
+        yield
+    except (KeyboardInterrupt, pytest.exit.Exception) as error:
+        if not judging:
+            raise
+        raise RuntimeError(f"your answer raised {type(error).__name__}") from error
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     report = yield
-    if judging and (report.when == "call" or report.failed):
+    if judging and (report.when == "call" or not report.passed):
         error = call.excinfo.value if call.excinfo else None
         judging.tell("test", {"name": item.name, **_part(item), "seconds": report.duration,
                               **describe(error, judging.answer)})  # fmt: skip
@@ -133,21 +160,35 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
 
 
 def describe(error: BaseException | None, answer: Path) -> dict[str, Any]:
-    """A test's status, its message for the student, and a picture."""
+    """A test's status, its message for the student, and a picture (PNG in base64)."""
+    status, message, picture = _told(error, answer)
+    if len(message) > LONGEST:
+        message = f"{message[:LONGEST]} … {len(message) - LONGEST} more characters"
+    encoded = base64.b64encode(picture).decode() if picture else None
+    return {"status": status, "message": message, "picture": encoded}
+
+
+def _told(error: BaseException | None, answer: Path) -> tuple[str, str, bytes | None]:
     if error is None:
-        return {"status": "passed", "message": "", "picture": None}
+        return "passed", "", None
     cause: BaseException | None = error
     while cause is not None:  # a rank's error has the text of what the answer raised in it
         if isinstance(cause, NotImplementedError):
-            text = str(cause) or "not written yet"
-            return {"status": "not written", "message": text, "picture": None}
+            return "not written", _text(cause) or "not written yet", None
         cause = getattr(cause, "original", None) or cause.__cause__
     if isinstance(error, AssertionError) or getattr(error, "original", None).__class__ is Wrong:
         wrong = error if isinstance(error, AssertionError) else error.original
-        return {"status": "failed", "message": str(wrong) or "the assertion does not hold",
-                "picture": getattr(wrong, "picture", None)}  # fmt: skip
-    text = f"{type(error).__name__}: {error}"
-    return {"status": "failed", "message": f"{text}{_where(error, answer)}", "picture": None}
+        message = _text(wrong) or "the assertion does not hold"
+        return "failed", message, getattr(wrong, "picture", None)
+    text = f"{type(error).__name__}: {_text(error)}"
+    return "failed", f"{text}{_where(error, answer)}", None
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as fault:
+        return f"(its text can't be had: {type(fault).__name__})"
 
 
 def _where(error: BaseException, answer: Path) -> str:
