@@ -1,0 +1,217 @@
+"""Tasks of lesson 7: interleaved 1F1B, its messages, and the latency at which it stops paying."""
+
+from fractions import Fraction
+from numbers import Real
+
+from minipipe.costs import Costs
+from minipipe.lower import lower
+from minipipe.schedule import Schedule
+from minipipe.simulate import simulate
+from minipipe.teach.testing import Wrong, expect, has_all, part, table, within, wrong_table
+
+PLACES = ((1, 1), (1, 3), (2, 2), (3, 2), (4, 2), (4, 4))
+
+
+def dealt(ranks, chunks):
+    """The stages dealt like cards, one after the other: a list a rank."""
+    hands = [[] for _ in range(ranks)]
+    for stage in range(ranks * chunks):
+        hands[0].append(stage)
+        hands = hands[1:] + hands[:1]
+    return hands
+
+
+@part("7.1", "the stages of a rank", 60)
+def test_stages(answer, sizes):
+    for ranks, chunks in sizes(*PLACES):
+        for rank, stages in enumerate(dealt(ranks, chunks)):
+            case = f"stages_of(rank={rank}, ranks={ranks}, chunks={chunks})"
+            got = answer(rank, ranks, chunks)
+            if isinstance(got, (range, tuple)):
+                raise Wrong(f"case: {case}\na list is asked for, yours is a {type(got).__name__}")
+            expect(got, stages, case)
+
+
+@part("7.1", "the rank of a stage", 40)
+def test_rank(answer, answer_module, sizes):
+    function = getattr(answer_module, "rank_of", None)
+    if not callable(function):
+        raise Wrong("the cell must define the function `rank_of` too; it does not")
+    for ranks, chunks in sizes(*PLACES):
+        for rank, stages in enumerate(dealt(ranks, chunks)):
+            for stage in stages:
+                expect(function(stage, ranks), rank, f"rank_of(stage={stage}, ranks={ranks})")
+
+
+# ranks, groups of as many micro-batches, chunks
+LOOPS = ((1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 2), (3, 1, 2), (3, 2, 3), (4, 2, 2), (4, 3, 4))
+
+
+def made(answer, right, p, groups, v):
+    m = p * groups
+    case = f"ranks={p}, microbatches={m}, chunks={v}"
+    shown = right(ranks=p, microbatches=m, chunks=v)
+    rows = table(answer(p, m, v), case, shown)
+    has_all(rows, p, m, "FB", case, shown, stages=p * v)
+    for rank in range(p):
+        for stage in rows.stages_of(rank):
+            if stage % p != rank:
+                reason = f"rank {rank} holds stage {stage}; dealt round the ranks, that stage "
+                raise wrong_table(f"{reason}is rank {stage % p}'s", case, rows, shown)
+    return rows, m, case, shown
+
+
+@part("7.2", "right order", 60)
+def test_order(answer, right, sizes):
+    """Legal, on looped stages."""
+    for p, groups, v in sizes(*LOOPS):
+        made(answer, right, p, groups, v)
+
+
+@part("7.2", "within memory", 20)
+def test_memory(answer, right, sizes):
+    for p, groups, v in sizes(*LOOPS):
+        rows, m, case, shown = made(answer, right, p, groups, v)
+        kept = [min(m * v, (v - 1) * p + 2 * (p - 1 - rank) + 1) for rank in range(p)]
+        within(rows, case, shown, peaks=[Fraction(chunks, v) for chunks in kept])
+
+
+@part("7.2", "within bubble", 20)
+def test_bubble(answer, right, sizes):
+    """The bubble is 1F1B's, divided by the number of chunks."""
+    for p, groups, v in sizes(*LOOPS):
+        rows, m, case, shown = made(answer, right, p, groups, v)
+        within(rows, case, shown, makespan=3 * m + Fraction(3 * (p - 1), v))
+
+
+def looped(stage, ranks):
+    return stage % ranks
+
+
+def v_shape(stage, ranks):
+    there, place = stage % (2 * ranks), stage % ranks
+    return place if there < ranks else ranks - 1 - place
+
+
+def all_forward_all_back(ranks, microbatches, stages, place, kinds="B"):
+    """Rows as lists of text: all of a stage, then all of the next one."""
+    rows = [[] for _ in range(ranks)]
+    for kind, order in (("F", range(stages)), *((k, range(stages)[::-1]) for k in kinds)):
+        for stage in order:
+            rows[place(stage, ranks)] += [f"{stage}{kind}{m}" for m in range(microbatches)]
+    return rows
+
+
+# ranks, micro-batches, chunks, placement, kinds of the backward
+COUNTED = (
+    (1, 2, 1, looped, "B"), (2, 1, 1, looped, ""), (2, 1, 1, looped, "B"), (2, 2, 1, looped, "B"),
+    (3, 1, 1, looped, "B"), (2, 2, 2, looped, "B"), (1, 2, 3, looped, "B"),
+    (2, 2, 2, v_shape, "B"), (3, 4, 2, v_shape, "B"), (2, 2, 2, looped, "IW"),
+    (4, 8, 3, looped, "IW"), (4, 4, 4, v_shape, "IW"),
+)  # fmt: skip
+
+
+def counts(answer, rng):
+    """Cases with the answer's counts and the right ones, by the package's own lowering."""
+    cases = list(COUNTED)
+    for _ in range(3):
+        place = rng.choice((looped, v_shape))
+        cases.append((rng.randint(2, 5), rng.randint(1, 6), rng.randint(1, 4), place, "B"))
+    for ranks, microbatches, chunks, place, kinds in cases:
+        rows = all_forward_all_back(ranks, microbatches, ranks * chunks, place, kinds)
+        shown = "\n".join(" ".join(row) for row in rows)
+        case = f"the rows\n{shown if len(shown) < 400 else shown[:400] + ' …'}"
+        right = {}
+        for (_, _, source, target), number in lower(Schedule(rows)).routes().items():
+            right[source, target] = right.get((source, target), 0) + number
+        got = answer([list(row) for row in rows])
+        if not isinstance(got, dict) or not all(isinstance(n, int) for n in got.values()):
+            raise Wrong(f"case: {case}\na dictionary {{(source, target): number}} is asked for; "
+                        f"yours is {str(got)[:200]} ({type(got).__name__})")  # fmt: skip
+        yield case, got, right
+
+
+@part("7.3", "how many", 50)
+def test_number_of_messages(answer, rng):
+    for case, got, right in counts(answer, rng):
+        expect(sum(got.values()), sum(right.values()), f"messages in all, for {case}")
+
+
+@part("7.3", "on which link", 50)
+def test_links(answer, rng):
+    for case, got, right in counts(answer, rng):
+        if dict(got) != right:
+            in_order = {link: right[link] for link in sorted(right)}
+            raise Wrong(f"case: {case}\nexpected: {in_order}\nyours:    {dict(got)}")
+
+
+INTERLEAVED = (
+    "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3\n"
+    "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3"
+)
+ONE_F_ONE_B = "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3\n1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"
+
+
+def pairs():
+    """Names and two tables of the same work: one stage a rank, and several."""
+    yield ("1F1B and interleaved, 2 ranks, 4 micro-batches, 2 chunks",
+           Schedule.parse(ONE_F_ONE_B), Schedule.parse(INTERLEAVED))  # fmt: skip
+    for ranks, microbatches, chunks in ((2, 2, 2), (2, 3, 3), (3, 3, 2), (4, 4, 2)):
+        one, other = (Schedule(all_forward_all_back(ranks, microbatches, ranks * v, looped))
+                      for v in (1, chunks))  # fmt: skip
+        yield (f"all forward, then all backward, {ranks} ranks, {microbatches} micro-batches, "
+               f"1 and {chunks} chunks", one, other)  # fmt: skip
+
+
+def latency_of(answer, name, one, other, forward, backward):
+    case = f"{name}, forward={forward}, backward={backward}"
+    got = answer(one, other, forward, backward)
+    if isinstance(got, bool) or not isinstance(got, Real) or not 0 <= got < 1e6:
+        raise Wrong(f"case: {case}\na latency is asked for, a number of 0 or more; yours is "
+                    f"{str(got)[:100]} ({type(got).__name__})")  # fmt: skip
+    return case, Fraction(got)
+
+
+def times(one, other, forward, backward, latency):
+    costs = Costs(forward, Fraction(backward, 2), Fraction(backward, 2), latency=latency)
+    return [simulate(schedule, costs).makespan for schedule in (one, other)]
+
+
+def agree(answer, name, one, other, forward, backward):
+    """At the latency both take equally long, up to a millionth; at each lower one `other` less."""
+    case, latency = latency_of(answer, name, one, other, forward, backward)
+    first, second = times(one, other, forward, backward, latency)
+    shown = f"case: {case}\nyour latency: {float(latency):.7g}"
+    if abs(first - second) > Fraction(1, 100_000) * (forward + backward):
+        raise Wrong(f"{shown}\nthere the first takes {float(first):.7g}, the second "
+                    f"{float(second):.7g}; equal times are asked for")  # fmt: skip
+    for part_of in range(4):
+        lower_one = latency * Fraction(part_of, 4)
+        first, second = times(one, other, forward, backward, lower_one)
+        if second >= first:
+            raise Wrong(f"{shown}\nalready at {float(lower_one):.7g} the second isn't faster: "
+                        "the smallest such latency is asked for")  # fmt: skip
+
+
+@part("7.4", "1 and 2 units", 50)
+def test_break_even(answer):
+    for name, one, other in pairs():
+        agree(answer, name, one, other, 1, 2)
+
+
+@part("7.4", "other times", 30)
+def test_other_times(answer, rng):
+    cases = [(2, 2), (4, 6), (100, 200), (rng.randint(1, 9), rng.randint(1, 9))]
+    tables = [*pairs()][:3]
+    for forward, backward in cases:
+        for name, one, other in tables:
+            agree(answer, name, one, other, forward, backward)
+
+
+@part("7.4", "no gain at all", 20)
+def test_never_faster(answer):
+    name, one, other = next(pairs())
+    case, latency = latency_of(answer, f"the other way round: {name}", other, one, 1, 2)
+    expect(float(latency), 0.0, f"{case}: the second isn't faster even without latency")
+    case, latency = latency_of(answer, "a schedule and itself", other, other, 1, 2)
+    expect(float(latency), 0.0, f"{case}: equally fast at each latency")
