@@ -128,7 +128,7 @@ def readme(course: Course, language: str) -> str:
         if name and name not in texts:
             raise CourseError(f"{language}/README.md has no prose for {name}: {text[:60]!r}")
         used.add(name)
-        made.append(texts[name] + "\n\n" if name else text)
+        made.append(texts[name] + "\n" if name else text)
     if unused := texts.keys() - used:
         raise CourseError(f"{language}/README.md has prose for no piece: {sorted(unused)}")
     return "".join(made).rstrip("\n") + "\n"
@@ -153,10 +153,8 @@ def pieces(text: str) -> Iterator[tuple[str, str]]:
             fenced ^= fence
             yield "", line
         elif not line.strip():
-            if prose:
-                yield from flush()
-            else:
-                yield "", line
+            yield from flush()
+            yield "", line
         else:
             if line.startswith("#"):
                 heading, number = re.sub(r"[^a-z0-9]+", "-", line.lower()).strip("-"), 0
