@@ -167,7 +167,8 @@ def _check(fn, ranks, timeout, output, threads, backend, cwd) -> None:
 def _pickle_call(fn: Callable, args: tuple) -> bytes:
     """Pickle fn by reference if the ranks can import it, else by value."""
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
-    by_value = module and not _is_importable(module)
+    known = cloudpickle.list_registry_pickle_by_value()
+    by_value = module and module.__name__ not in known and not _is_importable(module)
     with _lock:  # cloudpickle's register is shared by all threads
         try:
             if by_value:

@@ -20,6 +20,8 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import cloudpickle
+
 from minipipe.schedule import Schedule
 from minipipe.teach.course import Course, Task
 
@@ -39,6 +41,7 @@ def load(path: Path, task: Task, name: str = "answer", text: str | None = None) 
     text = path.read_text(encoding="utf-8") if text is None else text
     linecache.cache[str(path)] = (len(text), None, text.splitlines(True), str(path))
     sys.modules[name] = module
+    cloudpickle.register_pickle_by_value(module)  # ranks can't import it
     exec(compile(text, str(path), "exec"), module.__dict__)
     return module
 
@@ -62,6 +65,7 @@ def _solution(_root: Path, id: str, course: Course) -> ModuleType:
     module.__file__ = str(path)
     linecache.cache[str(path)] = (len(text), None, text.splitlines(True), str(path))
     sys.modules[name] = module
+    cloudpickle.register_pickle_by_value(module)  # ranks can't import it
     exec(compile(text, str(path), "exec"), module.__dict__)
     return module
 
