@@ -393,4 +393,4 @@ def _legal(schedule: Schedule, where: str) -> str:
 
 
 # They add their commands.
-from minipipe import cli_all, cli_plan, cli_run, cli_teach, doctor  # noqa: E402, F401
+from minipipe import cli_all, cli_grade, cli_plan, cli_run, cli_teach, doctor  # noqa: E402, F401

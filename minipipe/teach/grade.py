@@ -1,0 +1,228 @@
+"""Grade submissions: each task in a child of a warm worker, files once a submission is done.
+
+Nothing that a submission holds or does stops the grader: workers run the answers (worker.py), one
+that dies or hangs is replaced, and its task tried once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import minipipe
+from minipipe.teach import outputs
+from minipipe.teach.course import Course, Task
+from minipipe.teach.judge import STARTING, TaskResult
+from minipipe.teach.submissions import Student, Submission
+from minipipe.teach.worker import adopt_orphans, kill_all
+
+SEED = 1729  # of the hidden variants, where no other is given
+SLACK = 60.0  # seconds over all its limits, after which a worker is taken to hang
+_starting = threading.Lock()
+
+
+class _Worker:
+    """One worker process, and the folder in which it is started and writes."""
+
+    def __init__(self, course: Course, folder: Path):
+        self.course, self.folder, self.closed = course, folder, False
+        self.process: subprocess.Popen | None = None
+        folder.mkdir()
+
+    def start(self) -> None:
+        package, more = str(Path(minipipe.__file__).parents[1]), os.environ.get("PYTHONPATH")
+        own = {"TMPDIR": str(self.folder),
+               "PYTHONPATH": os.pathsep.join([package, *([more] if more else [])])}  # fmt: skip
+        with _starting, open(self.folder / "errors.txt", "wb") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "minipipe.teach.worker", str(self.course.root)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, cwd=self.folder,
+                env=os.environ | own, encoding="utf-8", start_new_session=True)  # fmt: skip
+
+    def ask(self, task: Task, text: str, seed: int) -> dict[str, Any]:
+        """A task's result; of status "error" where the worker failed twice."""
+        answer = self.folder / task.file_name
+        answer.write_bytes(text.encode("utf-8", "replace"))
+        job = json.dumps({"task": task.id, "answer": str(answer), "seed": seed})
+        for _ in range(2):
+            if self.closed:
+                break
+            if not self.process:
+                self.start()
+            timer = threading.Timer(STARTING + task.limit + SLACK, self.process.kill)
+            timer.start()
+            with contextlib.suppress(OSError, ValueError):  # it has died
+                print(job, file=self.process.stdin, flush=True)
+                result = json.loads(self.process.stdout.readline())
+                timer.cancel()
+                return result
+            timer.cancel()
+            self.end()
+        return _unjudged(task, "error", "the process that judges it was ended, twice")
+
+    def end(self) -> None:
+        """End the process and all below it."""
+        if self.process:
+            with contextlib.suppress(psutil.Error):
+                worker = psutil.Process(self.process.pid)
+                kill_all(lambda: [p for p in (*worker.children(recursive=True), worker)
+                                  if p.status() != psutil.STATUS_ZOMBIE])  # fmt: skip
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+
+def _unjudged(task: Task, status: str, reason: str) -> dict[str, Any]:
+    result = TaskResult(task.id, task.title, task.points, status=status, reason=reason)
+    return result.as_dict()
+
+
+@contextlib.contextmanager
+def _pool(course: Course, jobs: int) -> Iterator[Callable[..., Future]]:
+    """A function of (task, text, seed) that gives a Future of the result, by `jobs` workers."""
+    known = {process.pid for process in psutil.Process().children()}
+    free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+
+    def orphans() -> list[psutil.Process]:
+        """What a worker that was killed has left to this process."""
+        own = known | {worker.process.pid for worker in workers if worker.process}
+        found = [child for child in psutil.Process().children() if child.pid not in own]
+        return [each for child in found for each in (child, *child.children(recursive=True))]
+
+    def judged(task: Task, text: str, seed: int) -> dict[str, Any]:
+        worker = free.get()
+        try:
+            return worker.ask(task, text, seed)
+        finally:
+            with _starting, contextlib.suppress(psutil.Error):
+                kill_all(orphans)
+            free.put(worker)
+
+    adopt_orphans()
+    with tempfile.TemporaryDirectory(prefix="minipipe-", ignore_cleanup_errors=True) as directory:
+        workers = [_Worker(course, Path(directory) / str(number)) for number in range(jobs)]
+        for worker in workers:
+            free.put(worker)
+        threads = ThreadPoolExecutor(jobs)
+        try:
+            yield lambda *job: threads.submit(judged, *job)
+        finally:
+            for worker in workers:
+                worker.closed = True
+                if worker.process:
+                    worker.process.kill()  # whose thread then ends what is below it
+            threads.shutdown(cancel_futures=True)
+            for worker in workers:
+                worker.end()
+            kill_all(orphans)
+            adopt_orphans(False)
+
+
+def latest(submissions: list[Submission]) -> tuple[list[Submission], list[str]]:
+    """The latest submission of each student, and a line on each that it replaces."""
+    kept: dict[str, Submission] = {}
+    replaced = []
+    for each in sorted(submissions, key=lambda s: s.submitted):
+        if each.name in kept:
+            earlier = kept[each.name]
+            replaced.append(f"{each.name}: {each.path.name} ({_when(each)}) replaces "
+                            f"{earlier.path.name} ({_when(earlier)})")  # fmt: skip
+        kept[each.name] = each
+    return sorted(kept.values(), key=lambda s: s.name), replaced
+
+
+def _when(submission: Submission) -> str:
+    return datetime.fromtimestamp(submission.submitted).isoformat(" ", "seconds")
+
+
+def tests_checksum(course: Course) -> str:
+    """SHA-256 of the tests and of what says how tasks count."""
+    files = [*(course.root / "tests" / "tasks").glob("test_*.py"),
+             *(course.root / "lessons" / "tasks").glob("*.toml")]  # fmt: skip
+    total = hashlib.sha256()
+    for path in sorted(files):
+        total.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+def grade(course: Course, submissions: list[Submission], tasks: list[Task], out: Path, *,
+          seed: int, jobs: int, resume: bool, roster: dict[str, Student],
+          told: Callable[[str, dict | None], None]) -> dict[str, Any]:  # fmt: skip
+    """Grade the answers to `tasks`, write all files after each submission, and report.
+
+    Results that `out` has of other tasks stay; with `resume` also those of the same answers, seed
+    and tests. told: is called with a name after each task, and with name and record at the end.
+    """
+    submissions, replaced = latest(submissions)
+    about = {"version": outputs.VERSION, "minipipe": minipipe.__version__, "seed": seed,
+             "tests": tests_checksum(course)}  # fmt: skip
+    records = outputs.read(out)
+    names = {student.name for student in roster.values()}
+    report = about | {"replaced": replaced}
+    with _pool(course, max(1, min(jobs, len(submissions) * len(tasks)))) as judged:
+        waiting = {}
+        for each in submissions:
+            marks = about | {"answers": _checksum(each)}
+            if not (resume and _is_same(records.get(each.name), marks, tasks)):
+                waiting[each.name] = marks, [_start(judged, each, t, seed, told) for t in tasks]
+        for each in submissions:
+            if each.name in waiting:
+                marks, results = waiting[each.name]
+                earlier = records.get(each.name)
+                records[each.name] = _record(course, each, marks, earlier, [r() for r in results])
+                outputs.write(out, records[each.name])
+            told(each.name, records[each.name])
+            report |= {"submissions": [*map(outputs.brief, records.values())],
+                       "unknown": sorted({*records} - names) if roster else [],
+                       "without": sorted(names - {*records})}  # fmt: skip
+            outputs.write_all(out, report, records, course)
+    return report
+
+
+def _start(judged, submission: Submission, task: Task, seed: int, told) -> Callable[[], dict]:
+    """What waits for the result of a task, and has it."""
+    if task.id not in submission.answers:
+        fault = submission.faults.get(task.id)
+        reason = fault or f"no file {task.file_name} and no cell %%task {task.id}"
+        result = _unjudged(task, "error" if fault else "missing", reason)
+        told(submission.name, None)
+        return lambda: result
+    future = judged(task, submission.answers[task.id], seed)
+    future.add_done_callback(lambda _: told(submission.name, None))
+    return future.result
+
+
+def _checksum(submission: Submission) -> str:
+    return hashlib.sha256(repr(sorted(submission.answers.items())).encode()).hexdigest()
+
+
+def _is_same(record: dict | None, marks: dict, tasks: list[Task]) -> bool:
+    return bool(record) and all(record[key] == marks[key] for key in marks) and (
+        {task.id for task in tasks} <= {result["task"] for result in record["tasks"]})  # fmt: skip
+
+
+def _record(course: Course, submission: Submission, marks: dict, earlier: dict | None,
+            results: list[dict]) -> dict[str, Any]:  # fmt: skip
+    """What is known of a submission: the content of result.json."""
+    all_results = {r["task"]: r for r in (*(earlier["tasks"] if earlier else []), *results)}
+    kept = [all_results[id] for id in course.tasks if id in all_results]
+    return marks | {
+        "name": submission.name, "folder": submission.folder, "email": submission.email,
+        "submitted": _when(submission), "notes": submission.notes,
+        "points": round(sum(result["points"] for result in kept), 2),
+        "max_points": sum(result["max_points"] for result in kept), "tasks": kept,
+    }  # fmt: skip
