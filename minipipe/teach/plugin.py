@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -147,6 +148,10 @@ def _going_on() -> Iterator[None]:
         if not judging:
             raise
         raise RuntimeError(f"your answer raised {type(error).__name__}") from error
+    finally:
+        if judging:  # an answer may have left the folder, or deleted it
+            judging.answer.parent.mkdir(parents=True, exist_ok=True)
+            os.chdir(judging.answer.parent)
 
 
 @pytest.hookimpl(wrapper=True)
