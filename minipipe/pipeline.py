@@ -22,6 +22,7 @@ from minipipe.lower import lower
 from minipipe.memory import Meter
 from minipipe.partition import cut
 from minipipe.ranks.agreement import agree_on_model, one_machine
+from minipipe.ranks.calls import agree_on_call, as_bits, as_float, same, wrong
 from minipipe.ranks.channels import Channels, collective_device
 from minipipe.ranks.failure import InputError, PipelineError, broken, fail
 from minipipe.results import Evaluation, StepResult, pack, unpack
@@ -124,18 +125,17 @@ class Pipeline:
         """Scale all gradients so that their norm over all stages is at most `max_norm`.
 
         Returns the norm before clipping, the same on every rank. All ranks have to call it, those
-        without parameters too.
+        without parameters too, and alike: else InputError on every rank.
         """
-        counted = [p for stage, part in self._parts.items() for p in part.parameters()
-                   if self.schedule.holders[stage][0] == self.rank]  # each copy once
-        norms = [torch.linalg.vector_norm(p.grad.double(), norm_type)
-                 for p in counted if p.grad is not None]  # fmt: skip
+        trouble = (wrong("max_norm", max_norm, "a number of at least 0", lambda n: n >= 0)
+                   or wrong("norm_type", norm_type, "a number above 0", lambda n: n > 0))
+        arguments = [0, 0] if trouble else [as_bits(max_norm), as_bits(norm_type)]
+        own = 0.0 if trouble else self._own_norm(norm_type)
+        seen = self._tell("clip_grad_norm_", trouble, [*arguments, as_bits(own)])
+        for place, name in enumerate(("max_norm", "norm_type")):
+            same(name, [row[place] for row in seen])
+        total = torch.tensor([as_float(row[2]) for row in seen], dtype=torch.float64)
         infinite = math.isinf(norm_type)
-        if not norm_type > 0:
-            raise ValueError(f"norm_type must be greater than 0, not {norm_type}")
-        own = torch.stack([n.cpu() for n in norms]) if norms else torch.zeros(1)
-        own = (own.max() if infinite else (own.double() ** norm_type).sum()).reshape(1)
-        total = self._exchange(own.double()).flatten()
         norm = float(total.max() if infinite else total.sum() ** (1 / norm_type))
         # Not `min`: a norm that is not a number must reach every gradient, on every rank.
         factor = 1.0 if norm <= max_norm else max_norm / (norm + 1e-6)
@@ -144,6 +144,15 @@ class Pipeline:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
         return norm
+
+    def _own_norm(self, norm_type: float) -> float:
+        """This rank's largest gradient, or its sum of powers; each copy of a stage once."""
+        counted = [p for stage, part in self._parts.items() for p in part.parameters()
+                   if self.schedule.holders[stage][0] == self.rank]
+        norms = [torch.linalg.vector_norm(p.grad.double(), norm_type)
+                 for p in counted if p.grad is not None]  # fmt: skip
+        own = torch.stack([n.cpu() for n in norms]) if norms else torch.zeros(1)
+        return float(own.max() if math.isinf(norm_type) else (own.double() ** norm_type).sum())
 
     # One batch.
 
@@ -164,7 +173,7 @@ class Pipeline:
             pace.attach(self.schedule)
         inputs, targets = as_batch(inputs), as_batch(targets)
         microbatches = self.schedule.microbatches
-        rows, forms, announce = self._agree("step", inputs, targets, microbatches)
+        rows, forms, announce = self._agree("step", inputs, targets, microbatches, loss_scale)
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         counts = row_counts(rows, microbatches)
@@ -292,15 +301,14 @@ class Pipeline:
                 raise
             raise error from raised
 
-    def _agree(self, use: str, inputs, targets, least: int):
+    def _agree(self, use: str, inputs, targets, least: int, loss_scale: float = 1.0):
         """Let all ranks know the number of rows, and whether this form of batch is a new one.
 
         Returns rows, the known forms of what goes between stages, and whether they are unknown yet.
         """
-        if self._broken:
-            raise PipelineError(f"an earlier step failed and broke the connections: {self._broken}")
         wanted = [("inputs", inputs, self._first), ("targets", targets, self._last)]
-        trouble, rows = "", [-1, -1]
+        trouble = wrong("loss_scale", loss_scale, "a finite number", math.isfinite)
+        rows = [-1, -1]
         if use == "step" and not torch.is_grad_enabled():
             trouble = "step needs gradients, but was called under no_grad or inference_mode"
         for place, (name, batch, held) in enumerate(wanted):
@@ -308,24 +316,22 @@ class Pipeline:
                 continue
             trouble = trouble or problem(name, batch, least)
             rows[place] = -1 if trouble else batch[0].shape[0]
-        mode = 2 * (use == "step") + bool(self.memory_meter)
-        own = [bool(trouble), mode, *rows, self._signature(use, inputs)]
-        seen = self._exchange(torch.tensor(own))
-        columns = [sorted({int(value) for value in column if value >= 0}) for column in seen.T]
-        if columns[0] != [0]:
-            troubles: list = [None] * self.schedule.ranks
-            dist.all_gather_object(troubles, trouble)
-            rank = next(rank for rank, text in enumerate(troubles) if text)
-            raise InputError(f"rank {rank}: {troubles[rank]}")
-        if len(columns[1]) > 1:
-            raise InputError("the ranks don't do the same: some call step and some evaluate, or "
-                             "memory_meter differs")  # fmt: skip
-        found = {*columns[2], *columns[3]}
+        numbers = [as_bits(loss_scale) if not trouble else 0, *rows, self._signature(use, inputs)]
+        seen = self._tell(use, trouble, numbers, bool(self.memory_meter))
+        same("loss_scale", [row[0] for row in seen])
+        found = {n for row in seen for n in row[1:3] if n >= 0}
         if len(found) != 1:
+            own = [sorted({row[place] for row in seen if row[place] >= 0}) for place in (1, 2)]
             raise InputError("inputs and targets differ in their number of rows: inputs have "
-                             f"{columns[2]}, targets {columns[3]}")  # fmt: skip
-        key = tuple(seen[:, 2:].flatten().tolist())
+                             f"{own[0]}, targets {own[1]}")  # fmt: skip
+        key = tuple(tuple(row[1:]) for row in seen)
         return found.pop(), self._forms.setdefault(key, {}), not self._forms[key]
+
+    def _tell(self, call: str, trouble: str, numbers: list[int], metered: bool = False):
+        """Tell all ranks what this one is about to do; the numbers of all."""
+        if self._broken:
+            raise PipelineError(f"an earlier step failed and broke the connections: {self._broken}")
+        return agree_on_call(self._exchange, call, trouble, metered, numbers)
 
     def _signature(self, use: str, inputs) -> int:
         """A number that changes when what this rank sends may change its form."""

@@ -1,11 +1,12 @@
 """What can't work: one clear error on every rank that names the user's own argument, no hang."""
 
+import itertools
 import time
 from functools import partial
 
 import pytest
 import torch
-from ranks import batch, keeps_nothing, mean_mse, mlp, on_ranks, schedule
+from ranks import batch, error, gradients, keeps_nothing, mean_mse, mlp, on_ranks, schedule
 from torch import nn
 
 from minipipe import Costs, Pace
@@ -89,6 +90,116 @@ def test_only_the_ranks_at_the_ends_need_a_batch():
         return pipe.step(batch(8) if rank == 0 else None, batch(8) if rank == 3 else None).loss
 
     assert len(set(on_ranks(fn, ranks=4))) == 1
+
+
+# What the ranks do, and with which arguments.
+
+CALLS = {
+    "step": lambda pipe: pipe.step(batch(8), batch(8)),
+    "evaluate": lambda pipe: pipe.evaluate(batch(8), batch(8)),
+    "clip_grad_norm_": lambda pipe: pipe.clip_grad_norm_(1.0),
+}
+
+
+def calls(rank, cases, rows):
+    """In each case every rank makes its own call, which is refused and changes nothing; then all
+    go on alike."""
+    texts = []
+    for each in cases:
+        pipe = Pipeline(mlp(8), schedule(*rows), mean_mse)
+        pipe.step(batch(8), batch(8))
+        before = gradients(pipe)
+        try:
+            each[rank](pipe)
+            texts.append("not refused")
+        except ValueError as refused:
+            texts.append(f"{type(refused).__name__}: {refused}")
+        assert error(gradients(pipe), before) == 0
+        norm = pipe.clip_grad_norm_(1e9)
+        pipe.zero_grad()
+        pipe.memory_meter = True
+        pipe.step(batch(8), batch(8))
+        assert error(gradients(pipe), before) == 0 and pipe.clip_grad_norm_(1e9) == norm
+    return texts
+
+
+def refused(cases, rows=("1f1b", 2, 4)):
+    """cases: what each rank calls, and how the error begins that all of them raise."""
+    everyone = on_ranks(calls, [each for each, _ in cases], rows, ranks=rows[1])
+    for (_, words), *texts in zip(cases, *everyone, strict=True):
+        assert len(set(texts)) == 1 and texts[0].startswith(f"InputError: {words}"), texts
+
+
+def stepping(**arguments):
+    return lambda pipe: pipe.step(batch(8), batch(8), **arguments)
+
+
+def clipping(*arguments):
+    return lambda pipe: pipe.clip_grad_norm_(*arguments)
+
+
+def test_ranks_that_call_different_things_are_refused():
+    """A step on one rank met the clipping on another, and gloo ended both with SIGABRT."""
+    words = "the ranks don't do the same: rank 0 calls {}, rank 1 calls {}"
+    pairs = itertools.permutations(CALLS, 2)
+    refused([([CALLS[a], CALLS[b]], words.format(a, b)) for a, b in pairs])
+    words = "the ranks don't do the same: rank 0 calls step, rank 1 calls evaluate, rank 2 calls cl"
+    refused([([*CALLS.values()], words)], rows=("1f1b", 3, 4))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "chimera"])
+def test_another_loss_scale_on_a_rank(name):
+    same = "loss_scale must be the same on every rank, but is "
+    refused([
+        ([stepping(loss_scale=2.0), stepping()], same + "2.0 on rank 0, 1.0 on rank 1"),
+        ([stepping(), stepping(loss_scale=-1.0)], same + "1.0 on rank 0, -1.0 on rank 1"),
+        ([stepping(), stepping(loss_scale=1 + 2**-52)], same + "1.0 on rank 0, 1.0000000000000002"),
+    ], rows=(name, 2, 4))  # fmt: skip
+
+
+def test_a_loss_scale_that_is_no_number():
+    cases = []
+    for wrong in (None, "2", float("nan"), float("inf"), [1.0], 2j):
+        words = f": loss_scale must be a finite number, not {wrong!r}"
+        bad = stepping(loss_scale=wrong)
+        cases += [([bad, bad], "rank 0" + words), ([stepping(), bad], "rank 1" + words)]
+    refused(cases)
+
+
+def scaled(rank):
+    """A new loss scale is no new form of batch; a number of any kind will do."""
+    pipe, found = Pipeline(mlp(8), schedule("1f1b", 2, 4), mean_mse), []
+    for scale in (1, 2.0, torch.tensor(4.0), -1):
+        pipe.zero_grad()
+        pipe.step(batch(8), batch(8), loss_scale=scale)
+        found.append(gradients(pipe))
+    return len(pipe._forms), [error({n: g * s for n, g in found[0].items()}, other)
+                              for s, other in zip((1, 2, 4, -1), found, strict=True)]  # fmt: skip
+
+
+def test_loss_scales_that_are_alike():
+    for forms, wrong in on_ranks(scaled, ranks=2):
+        assert forms == 1 and max(wrong) < 1e-12
+
+
+def test_clipping_with_other_or_wrong_arguments():
+    refused([([clipping(*one), clipping(*other)], words) for one, other, words in [
+        ((1.0,), (2.0,), "max_norm must be the same on every rank, but is 1.0 on rank 0, 2.0 on"),
+        ((1.0, 2.0), (1.0, float("inf")), "norm_type must be the same on every rank, but is 2.0"),
+        ((-1.0,), (-1.0,), "rank 0: max_norm must be a number of at least 0, not -1.0"),
+        ((1.0,), (float("nan"),), "rank 1: max_norm must be a number of at least 0, not nan"),
+        ((None,), (1.0,), "rank 0: max_norm must be a number of at least 0, not None"),
+        ((1.0, 0), (1.0, 0), "rank 0: norm_type must be a number above 0, not 0"),
+        ((1.0, 2.0), (1.0, "fro"), "rank 1: norm_type must be a number above 0, not 'fro'"),
+    ]])  # fmt: skip
+
+
+def test_a_memory_meter_on_one_rank_only():
+    def off(pipe):
+        pipe.memory_meter = False
+        pipe.step(batch(8), batch(8))
+
+    refused([([CALLS["step"], off], "memory_meter must be the same on every rank, but is True on")])
 
 
 # The arguments of a Pipeline.
