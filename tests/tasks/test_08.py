@@ -1,0 +1,264 @@
+"""Tasks of lesson 8: the split backward, ZB-H1 and ZB-H2, own span and makespan."""
+
+from fractions import Fraction
+
+from minipipe.costs import Costs
+from minipipe.simulate import simulate
+from minipipe.teach.testing import Wrong, expect, has_all, part, table, within, wrong_table
+
+# inputs, outputs, and the shapes of the x's that the layer is used with before W
+LAYERS = ((3, 2, (1,)), (3, 3, (4,)), (2, 5, (3,)), (4, 3, (2, 5)), (2, 3, (2, 2, 3)))
+
+
+def pair(answer, inputs, outputs, seed):
+    """An answer's layer and torch's own one, with the same random weights."""
+    import torch
+
+    torch.manual_seed(seed)
+    layer, right = answer(inputs, outputs), torch.nn.Linear(inputs, outputs)
+    if not isinstance(layer, torch.nn.Module):
+        raise Wrong("DeferredLinear(3, 2) has to be a torch.nn.Module; yours is a "
+                    f"{type(layer).__name__}")  # fmt: skip
+    layer, right = layer.double(), right.double()
+    with torch.no_grad():
+        layer.weight.copy_(right.weight)
+        layer.bias.copy_(right.bias)
+    return layer, right
+
+
+def used(layer, x):
+    """A loss whose gradient is another one for each element."""
+    import torch
+
+    outputs = layer(x)
+    if not isinstance(outputs, torch.Tensor):
+        raise Wrong(f"the layer's output has to be a tensor; yours is a {type(outputs).__name__}")
+    return (outputs**2 * torch.arange(1, outputs.numel() + 1).view(outputs.shape)).sum()
+
+
+def nothing_yet(layer, case):
+    for name in ("weight", "bias"):
+        if getattr(layer, name).grad is not None:
+            raise Wrong(f"case: {case}\nafter backward() the {name} has a gradient already; it "
+                        "may come in backward_weight() only")  # fmt: skip
+
+
+def same(layer, right, case):
+    for name in ("weight", "bias"):
+        got = getattr(layer, name).grad
+        if got is None:
+            raise Wrong(f"case: {case}\nafter backward_weight() the {name} has no gradient")
+        expect(got, getattr(right, name).grad, f"{case}; the gradient of the {name}", 1e-12)
+
+
+def random(shape, asks=True):
+    import torch
+
+    return torch.randn(*shape, dtype=torch.float64).requires_grad_(asks)
+
+
+def layers(rng):
+    for inputs, outputs, shape in LAYERS:
+        yield inputs, outputs, (*shape, inputs)
+    inputs, outputs = rng.randint(2, 6), rng.randint(2, 6)
+    yield inputs, outputs, (rng.randint(2, 4), rng.randint(2, 4), inputs)
+
+
+@part("8.1", "I: the input's gradient alone", 30)
+def test_input_gradient(answer, rng):
+    for inputs, outputs, shape in layers(rng):
+        case = f"DeferredLinear({inputs}, {outputs}), x of shape {list(shape)}"
+        layer, right = pair(answer, inputs, outputs, rng.randint(0, 999))
+        mine = random(shape)
+        theirs = mine.detach().clone().requires_grad_()
+        expect(layer(mine), right(theirs), f"{case}; the output", 1e-12)
+        used(layer, mine).backward()
+        used(right, theirs).backward()
+        if mine.grad is None:
+            raise Wrong(f"case: {case}\nafter backward() x has no gradient")
+        expect(mine.grad, theirs.grad, f"{case}; the gradient of x", 1e-12)
+        nothing_yet(layer, case)
+
+
+@part("8.1", "W: the weights' gradients", 40)
+def test_weight_gradient(answer, rng):
+    for place, (inputs, outputs, shape) in enumerate(layers(rng)):
+        case = f"DeferredLinear({inputs}, {outputs}), x of shape {list(shape)}"
+        layer, right = pair(answer, inputs, outputs, rng.randint(0, 999))
+        x = random(shape, asks=place % 2 == 0)
+        if not x.requires_grad:
+            case += " (data, for which no gradient is asked)"
+        used(layer, x).backward()
+        used(right, x).backward()
+        layer.backward_weight()
+        same(layer, right, case)
+
+
+@part("8.1", "used twice before W", 30)
+def test_twice(answer, rng):
+    case = "two micro-batches, both backward passes, then backward_weight()"
+    layer, right = pair(answer, 3, 2, rng.randint(0, 999))
+    for x in (random((2, 3)), random((4, 3))):
+        used(layer, x).backward()
+        used(right, x).backward()
+    nothing_yet(layer, case)
+    layer.backward_weight()
+    same(layer, right, case)
+    layer.backward_weight()
+    same(layer, right, f"{case} twice: the second one has nothing left to do")
+    x = random((3, 3))
+    used(layer, x).backward()
+    used(right, x).backward()
+    layer.backward_weight()
+    same(layer, right, f"{case}, then a third micro-batch: gradients add up")
+    layer, right = pair(answer, 3, 3, rng.randint(0, 999))
+    x = random((2, 3))
+    used(layer, layer(x).tanh()).backward()
+    used(right, right(x).tanh()).backward()
+    nothing_yet(layer, "layer(layer(x).tanh())")
+    layer.backward_weight()
+    same(layer, right, "layer(layer(x).tanh()): used twice in one forward")
+
+
+# The bounds hold for F = I = W, whatever m: the last rank has 3m units of work from its start at
+# p - 1 on; or its last I ends no sooner than (p - 1) + 2m, is handed back for p - 1, then comes W.
+def shortest(p, m):
+    return max(3 * m + p - 1, 2 * (p - 1) + 2 * m + 1)
+
+
+def made(answer, right, p, m):
+    case = f"ranks={p}, microbatches={m}"
+    shown = right(ranks=p, microbatches=m)
+    rows = table(answer(p, m), case, shown)
+    has_all(rows, p, m, "FIW", case, shown)
+    for rank, row in enumerate(rows.rows):
+        if any(action.stage != rank for action in row):
+            raise wrong_table(f"rank {rank} holds stage {rank}, and no other", case, rows, shown)
+    return rows, case, shown
+
+
+H1 = ((1, 1), (1, 3), (2, 1), (2, 2), (2, 4), (3, 2), (3, 4), (4, 4), (4, 8), (5, 12))
+
+
+@part("8.2", "right order", 60)
+def test_h1_order(answer, right, sizes):
+    """Legal, with I and W for each B."""
+    for p, m in sizes(*H1):
+        made(answer, right, p, m)
+
+
+@part("8.2", "within memory", 20)
+def test_h1_memory(answer, right, sizes):
+    """1F1B's largest peak, on each rank: (p - r) + r micro-batches."""
+    for p, m in sizes(*H1):
+        rows, case, shown = made(answer, right, p, m)
+        within(rows, case, shown, memory_limit=min(m, p))
+
+
+@part("8.2", "within bubble", 20)
+def test_h1_bubble(answer, right, sizes):
+    for p, m in sizes(*H1):
+        rows, case, shown = made(answer, right, p, m)
+        within(rows, case, shown, makespan=shortest(p, m))
+
+
+H2 = ((1, 1), (1, 3), (2, 1), (2, 3), (2, 4), (3, 2), (3, 5), (3, 7), (4, 7), (4, 8), (5, 12))
+
+
+@part("8.4", "right order", 60)
+def test_h2_order(answer, right, sizes):
+    """Legal, with few micro-batches too."""
+    for p, m in sizes(*H2):
+        made(answer, right, p, m)
+
+
+@part("8.4", "within memory", 20)
+def test_h2_memory(answer, right, sizes):
+    """(2p - 1 - 2r) + 2r micro-batches on each rank."""
+    for p, m in sizes(*H2):
+        rows, case, shown = made(answer, right, p, m)
+        within(rows, case, shown, memory_limit=min(m, 2 * p - 1))
+
+
+@part("8.4", "within bubble", 20)
+def test_h2_bubble(answer, right, sizes):
+    """Nothing idle within an own span, and the least makespan."""
+    enough = [(p, m) for p, m in H2 if m >= 2 * p - 1]
+    for p, m in sizes(*enough, only=lambda p, m: m >= 2 * p - 1):
+        rows, case, shown = made(answer, right, p, m)
+        within(rows, case, shown, makespan=shortest(p, m))
+        t = simulate(rows, Costs())
+        for rank in range(p):
+            spans = t.spans_of(rank)
+            idle = spans[-1].end - spans[0].start - t.busy[rank]
+            if idle:
+                raise wrong_table(f"rank {rank} idles {idle} units within its own span, from "
+                                  f"{spans[0].start} to {spans[-1].end}; 0 is possible",
+                                  case, rows, shown)  # fmt: skip
+
+
+# Lists of (rank, start, end), in whole units.
+SPANS = (
+    [(0, 0, 2)],
+    [(0, 0, 1), (0, 2, 3)],
+    [(0, 0, 1), (1, 1, 2)],
+    [(0, 0, 1), (0, 1, 2), (1, 2, 3), (1, 4, 6)],
+    [(1, 3, 5), (0, 6, 7), (0, 0, 2), (1, 2, 3)],
+    [(0, 10, 12), (1, 12, 14), (2, 14, 15), (2, 15, 16), (1, 17, 18), (0, 19, 20)],
+    [(0, 0, 5), (1, 0, 1), (1, 3, 5), (2, 1, 2), (2, 2, 4)],
+)
+
+
+def span_lists(rng):
+    """The lists above, then random ones; as (units a tick, spans in ticks)."""
+    yield from ((1, spans) for spans in SPANS)
+    yield Fraction(1, 3), SPANS[3]
+    for unit in (1, Fraction(1, 7), 5):
+        spans = []
+        for rank in range(rng.randint(2, 4)):
+            now = rng.randint(0, 9)
+            for _ in range(rng.randint(1, 5)):
+                now += rng.choice((0, 0, 1, 3))
+                end = now + rng.randint(1, 4)
+                spans.append((rank, now, end))
+                now = end
+        yield unit, rng.sample(spans, len(spans))
+
+
+def by_ticks(spans):
+    """Both bubbles, by looking at each tick of each rank whether it works."""
+    works = {}
+    for rank, start, end in spans:
+        works.setdefault(rank, set()).update(range(start, end))
+    first, last = min(map(min, works.values())), max(map(max, works.values())) + 1
+    idle = sum(tick not in ticks for ticks in works.values() for tick in range(first, last))
+    own = [Fraction(sum(tick not in ticks for tick in range(min(ticks), max(ticks) + 1)),
+                    max(ticks) + 1 - min(ticks)) for ticks in works.values()]  # fmt: skip
+    return Fraction(idle, len(works) * (last - first)), max(own)
+
+
+def check_bubble(answer, rng, place, name):
+    for unit, ticks in span_lists(rng):
+        spans = [(rank, start * unit, end * unit) for rank, start, end in ticks]
+        shown = ", ".join(f"({rank}, {start}, {end})" for rank, start, end in spans)
+        case = f"spans = [{shown}]"
+        got = answer(list(spans))
+        if not isinstance(got, (tuple, list)) or len(got) != 2:
+            asked = "two numbers are asked for, (idle of the makespan, idle of the own span)"
+            raise Wrong(f"case: {case}\n{asked}; yours is {str(got)[:100]} "
+                        f"({type(got).__name__})")  # fmt: skip
+        value, right = got[place], by_ticks(ticks)[place]
+        expect(value, right, f"{case}; {name}")
+        if not isinstance(value, (int, Fraction)):
+            raise Wrong(f"case: {case}\n{name} has to be exact, Fraction({right}); yours is a "
+                        f"{type(value).__name__}, {value}")  # fmt: skip
+
+
+@part("8.3", "of the makespan", 50)
+def test_of_makespan(answer, rng):
+    check_bubble(answer, rng, 0, "idle of the makespan")
+
+
+@part("8.3", "of the own span", 50)
+def test_of_own_span(answer, rng):
+    check_bubble(answer, rng, 1, "idle of the own span")
