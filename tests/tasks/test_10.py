@@ -1,0 +1,359 @@
+"""Tasks of lesson 10: ring all-reduce, a DDP step, bytes, and which one to use."""
+
+import contextlib
+from fractions import Fraction
+from functools import cache
+from unittest import mock
+
+import minipipe as mp
+from minipipe.teach.testing import Wrong, expect, part, refusing
+
+COLLECTIVES = [f"torch.distributed:{name}" for name in (
+    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather",
+    "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+    "all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list",
+)]  # fmt: skip
+
+
+@cache
+def launched(fn, answer, ranks):
+    """What the ranks returned, or why they did not; once for all tests of an answer."""
+    try:
+        return mp.launch(fn, answer, ranks=ranks, timeout=5), None
+    except mp.RankError as error:
+        if "Timeout" not in type(error).__name__:
+            return None, error
+        return None, Wrong(f"the ranks wait for each other, or for what nobody sends:\n{error}")
+
+
+def run(fn, answer, ranks):
+    found, error = launched(fn, answer, ranks)
+    if error:
+        raise error
+    return found
+
+
+# The ring.
+
+LENGTHS = {2: (2, 6, 5, 1), 4: (4, 12, 1000, 10, 3), 3: (3, 7)}
+
+
+def vector(rank, length):
+    import torch
+
+    generator = torch.Generator().manual_seed(100 * length + rank)
+    return torch.randn(length, generator=generator, dtype=torch.float64)
+
+
+@contextlib.contextmanager
+def counted(sends):
+    """Note (elements, target) of every send of this rank, however it was started."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as inner
+
+    def noted(original):
+        def send(tensor, *arguments, **named):
+            target = named.get("dst", arguments[0] if arguments else named.get("group_dst"))
+            sends.append((tensor.numel(), target))
+            return original(tensor, *arguments, **named)
+
+        return send
+
+    with contextlib.ExitStack() as stack:
+        for name in ("send", "isend"):
+            replaced = noted(getattr(inner, name))
+            for module in (dist, inner):
+                stack.enter_context(mock.patch.object(module, name, replaced))
+        yield
+
+
+def around(rank, ring):
+    """For each length what the ring returned and what this rank sent."""
+    import torch.distributed as dist
+
+    found = []
+    for length in LENGTHS[dist.get_world_size()]:
+        sends = []
+        with refusing(*COLLECTIVES), counted(sends):
+            total = ring(vector(rank, length))
+        found.append((total, sends))
+    return found
+
+
+def rings(answer):
+    """(ranks, length, rank, what it returned, what it sent), from small to large."""
+    for ranks in (2, 3, 4):
+        found = run(around, answer, ranks)
+        for place, length in enumerate(LENGTHS[ranks]):
+            if length >= ranks and not any(found[rank][place][1] for rank in range(ranks)):
+                raise Wrong(f"case: ranks={ranks}, length {length}\nno rank was seen to send "
+                            "anything: call dist.isend(...) or dist.send(...)")  # fmt: skip
+            for rank in range(ranks):
+                yield (ranks, length, rank, *found[rank][place])
+
+
+@part("10.1", "the sum", 60)
+def test_ring_sum(answer):
+    for ranks, length, rank, total, _ in rings(answer):
+        right = sum(vector(r, length) for r in range(ranks))
+        expect(total, right, f"ranks={ranks}, a vector of length {length}; on rank {rank}", 1e-12)
+
+
+@part("10.1", "bytes and steps", 40)
+def test_ring_bytes(answer):
+    """At most 2(n - 1) messages of one piece each, to neighbours only."""
+    for ranks, length, rank, _, sends in rings(answer):
+        case = f"ranks={ranks}, a vector of length {length}; rank {rank}"
+        steps, piece = 2 * (ranks - 1), -(-length // ranks)
+        strangers = {target for _, target in sends} - {(rank + 1) % ranks, (rank - 1) % ranks}
+        if strangers:
+            raise Wrong(f"case: {case}\nit sends to rank {min(strangers)}, which is no neighbour "
+                        "in the ring")  # fmt: skip
+        elements = sum(size for size, _ in sends)
+        if len(sends) > steps or elements > steps * piece:
+            each = ", ".join(str(size) for size, _ in sends[:12])
+            raise Wrong(f"case: {case}\nneeded: at most {steps} messages, of {piece} element(s) "
+                        f"each, {steps * piece} in all\nyours:  {len(sends)} messages, of {each} "
+                        f"element(s), {elements} in all")  # fmt: skip
+
+
+# A DDP step.
+
+ROWS = {2: (4, 4), 3: (5, 3, 1)}
+
+
+def net():
+    import torch
+    from torch import nn
+
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 4)).double()
+
+
+def share(ranks):
+    """The images and labels of each rank."""
+    import torch
+
+    rows = sum(ROWS[ranks])
+    generator = torch.Generator().manual_seed(rows)
+    images = torch.randn(rows, 1, 5, 5, generator=generator, dtype=torch.float64)
+    labels = torch.randint(4, (rows,), generator=generator)
+    return list(zip(images.split(ROWS[ranks]), labels.split(ROWS[ranks]), strict=True))
+
+
+def one_step(rank, step):
+    import torch
+    import torch.distributed as dist
+
+    model = net()
+    inputs, targets = share(dist.get_world_size())[rank]
+    with refusing("torch.nn.parallel:DistributedDataParallel",
+                  "torch.nn.parallel.distributed:DistributedDataParallel"):  # fmt: skip
+        loss = step(model, torch.nn.functional.cross_entropy, inputs, targets)
+    loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
+    return loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+def reference(ranks):
+    """One process with the rows of all ranks."""
+    import torch
+
+    model, shares = net(), share(ranks)
+    images, labels = (torch.cat(parts) for parts in zip(*shares, strict=True))
+    loss = torch.nn.functional.cross_entropy(model(images), labels)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def compare_gradients(answer, ranks):
+    _, right = reference(ranks)
+    for rank, (_, grads) in enumerate(run(one_step, answer, ranks)):
+        for name in sorted(right, key=lambda name: right[name].numel()):
+            case = f"rows of the ranks: {ROWS[ranks]}; rank {rank}, .grad of {name}"
+            expect(grads[name], right[name], case, 1e-6)
+
+
+@part("10.2", "equal shares", 50)
+def test_equal_shares(answer):
+    compare_gradients(answer, 2)
+
+
+@part("10.2", "unequal shares", 30)
+def test_unequal_shares(answer):
+    compare_gradients(answer, 3)
+
+
+@part("10.2", "the loss", 20)
+def test_loss(answer):
+    for ranks in (2, 3):
+        right, _ = reference(ranks)
+        for rank, (loss, _) in enumerate(run(one_step, answer, ranks)):
+            if getattr(loss, "numel", lambda: 0)() == 1:
+                loss = loss.item()
+            expect(loss, right, f"rows of the ranks: {ROWS[ranks]}; returned on rank {rank}", 1e-6)
+
+
+# Bytes.
+
+
+def linear_case(sizes, cuts, rows, width, frozen=()):
+    """A chain of linear layers, and by counting what is asked for; width: bytes an element."""
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(*[nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)])
+    held = [width * (a * b + b) for a, b in zip(sizes, sizes[1:], strict=False)]
+    inputs = torch.zeros(rows, sizes[0])
+    if width == 8:
+        model, inputs = model.double(), inputs.double()
+    for layer in frozen:
+        model[layer].requires_grad_(False)
+    ends = [sum(cuts[: rank + 1]) for rank in range(len(cuts))]
+    borders = [0, *(width * rows * sizes[end] for end in ends[:-1]), 0]
+    trained = sum(size for layer, size in enumerate(held) if layer not in frozen)
+    text = (f"linear layers {' → '.join(map(str, sizes))}, cuts={cuts}, {rows} rows, "
+            f"{width} bytes a number"
+            + (f", layer {frozen[0]} has requires_grad=False" if frozen else ""))  # fmt: skip
+    right = {
+        "ddp_sent": Fraction(2 * (len(cuts) - 1) * trained, len(cuts)), "ddp_held": sum(held),
+        "pipeline_sent": [a + b for a, b in zip(borders, borders[1:], strict=False)],
+        "pipeline_held": [sum(held[end - n : end]) for end, n in zip(ends, cuts, strict=True)],
+    }  # fmt: skip
+    return text, model, cuts, inputs, right
+
+
+def image_case():
+    """Convolutions with a batch norm, whose buffers are no parameters; sizes counted by hand."""
+    import torch
+    from torch import nn
+
+    start = nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.BatchNorm2d(4), nn.ReLU()
+    rest = nn.Conv2d(4, 2, 3, padding=1), nn.Flatten(), nn.Linear(32, 5)
+    model = nn.Sequential(*start, *rest)
+    first, norm, second, last = 4 * 9 + 4, 8, 2 * 4 * 9 + 2, 32 * 5 + 5
+    one, two = 4 * 6 * 4 * 4 * 4, 4 * 6 * 2 * 4 * 4  # bytes of 6 rows at the two cuts
+    right = {
+        "ddp_sent": Fraction(4 * 4 * (first + norm + second + last), 3),
+        "ddp_held": 4 * (first + norm + second + last),
+        "pipeline_sent": [one, one + two, two],
+        "pipeline_held": [4 * (first + norm), 4 * second, 4 * last],
+    }
+    return ("convolutions on 8 × 8 images, cuts=[3, 1, 2], 6 rows", model, [3, 1, 2],
+            torch.zeros(6, 1, 8, 8), right)  # fmt: skip
+
+
+def compare_bytes(answer, rng, *keys):
+    cases = [
+        linear_case([3, 2], [1], 5, 4), linear_case([3, 5, 2], [1, 1], 4, 4),
+        linear_case([3, 5, 7, 2], [1, 1, 1], 2, 8), image_case(),
+        linear_case([4, 6, 8, 3, 5, 2], [2, 1, 2], 3, 4, frozen=(3,)),
+        linear_case([rng.randint(2, 9) for _ in range(8)], [2, 3, 1, 1], rng.randint(2, 9), 4),
+    ]  # fmt: skip
+    for case, model, cuts, inputs, right in cases:
+        mine = answer(model, list(cuts), inputs)
+        if not isinstance(mine, dict):
+            raise Wrong(f"case: {case}\na dictionary is asked for, yours is a "
+                        f"{type(mine).__name__}")  # fmt: skip
+        for key in keys:
+            if key not in mine:
+                raise Wrong(f'case: {case}\nthe dictionary has no "{key}"')
+            expected = right[key]
+            expected = float(expected) if isinstance(expected, Fraction) else expected
+            expect(mine[key], expected, f'{case}\n"{key}"')
+
+
+@part("10.3", "DDP", 35)
+def test_ddp_bytes(answer, rng):
+    compare_bytes(answer, rng, "ddp_sent", "ddp_held")
+
+
+@part("10.3", "a pipeline sends", 40)
+def test_pipeline_sent(answer, rng):
+    compare_bytes(answer, rng, "pipeline_sent")
+
+
+@part("10.3", "a pipeline holds", 25)
+def test_pipeline_held(answer, rng):
+    compare_bytes(answer, rng, "pipeline_held")
+
+
+# Which one.
+
+
+def right_choice(ranks, rows, microbatches, forward, backward, state, activations, gradients,
+                 border, memory, bandwidth):  # fmt: skip
+    """All right answers, and the times of what fits: GPipe's from a formula, not simulated."""
+    kept = Fraction(activations * rows, ranks)
+    times = {}
+    if state + kept <= memory:
+        times["ddp"] = (Fraction(rows, ranks) * (forward + backward)
+                        + Fraction(2 * (ranks - 1) * gradients, ranks * bandwidth))  # fmt: skip
+    if Fraction(state, ranks) + kept <= memory:
+        wire = Fraction(rows * border, microbatches * bandwidth)
+        times["pipeline"] = 0
+        for row in (forward, backward):
+            stage = Fraction(rows, microbatches * ranks) * row
+            slower = max(stage, wire) if ranks > 1 else stage
+            times["pipeline"] += (
+                (ranks - 1) * (stage + wire) + (microbatches - 1) * slower + stage)
+    least = min(times.values(), default=None)
+    return {way for way, time in times.items() if time == least} or {"neither"}, times
+
+
+NAMES = ("ranks", "rows", "microbatches", "forward", "backward", "state", "activations",
+         "gradients", "border", "memory", "bandwidth")  # fmt: skip
+
+
+def compare_choices(answer, cases):
+    for case in cases:
+        right, times = right_choice(*case)
+        if len(times) == 2 and len(right) == 1:
+            ordered = sorted(times.values())
+            if ordered[1] < ordered[0] * Fraction(101, 100):
+                continue  # too near to ask for
+        mine = answer(**dict(zip(NAMES, case, strict=True)))
+        text = ", ".join(f"{name}={value}" for name, value in zip(NAMES, case, strict=True))
+        if not isinstance(mine, str) or mine not in right:
+            shown = {way: f"{float(time):.4g} s" for way, time in times.items()}
+            raise Wrong(f"case: {text}\nexpected: {' or '.join(map(repr, sorted(right)))}\n"
+                        f"yours:    {mine!r:.60}\n"
+                        f"what fits, and its time: {shown or 'nothing fits'}")  # fmt: skip
+
+
+@part("10.4", "what fits", 50)
+def test_what_fits(answer, rng):
+    """The way that would be faster doesn't fit, or fits exactly."""
+    cases = []
+    for ranks in (2, 4):
+        state, kept = 800, 10 * 8 // ranks  # eight rows
+        for memory in (state + kept, state + kept - 1, state // ranks + kept,
+                       state // ranks + kept - 1):  # fmt: skip
+            cases.append((ranks, 8, 4, 1, 2, state, 10, 200, 1000, memory, 1000))
+    for _ in range(12):
+        ranks, rows = rng.randint(2, 6), rng.randint(6, 30)
+        state, activations = rng.randint(100, 900), rng.randint(1, 40)
+        memory = rng.randint(state // ranks, state + activations * rows)
+        cases.append((ranks, rows, rng.randint(1, 6), 1, 2, state, activations, state // 4,
+                      rng.randint(1, 2 * state), memory, 1000))  # fmt: skip
+    compare_choices(answer, cases)
+
+
+@part("10.4", "what is faster", 50)
+def test_what_is_faster(answer, rng):
+    """Everything fits."""
+    fits = (100, 1)  # state, activations
+    cases = [
+        (1, 4, 2, 1, 2, *fits, 25, 1, 10**6, 1000),
+        (2, 4, 2, 1, 2, *fits, 25, 1, 10**6, 1000),  # fast links: the bubble decides
+        (2, 4, 4, 1, 2, *fits, 6000, 1, 10**6, 1000),  # heavy gradients
+        (4, 8, 8, 1, 2, *fits, 2000, 1, 10**6, 1000),  # 2(n - 1)/n of them
+        (2, 8, 2, 1, 2, *fits, 8000, 500, 10**6, 1000),  # messages of several rows
+        (4, 8, 8, 1, 2, *fits, 1000, 2500, 10**6, 1000),  # heavy borders: the links are the pace
+        (4, 8, 8, 1, 2, *fits, 9000, 1000, 10**6, 1000),
+    ]
+    for _ in range(60):
+        ranks, rows = rng.randint(2, 6), rng.randint(6, 30)
+        cases.append((ranks, rows, rng.randint(1, min(6, rows)), rng.randint(1, 3),
+                      rng.randint(1, 6), *fits, rng.randint(1, 90000), rng.randint(1, 2000), 10**6,
+                      1000))  # fmt: skip
+    compare_choices(answer, cases)
