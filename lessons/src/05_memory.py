@@ -295,7 +295,7 @@ mp.plot.memory(mp.simulate(plain), t_again)
 # ![Without R up to 4 micro-batches, with R up to 1.75](figures/05-recompute.png)
 #
 # Three inputs of a quarter each, and one whole micro-batch: 1.75. GPipe with recompute keeps m
-# *small* things and one large one. Look at the time axis too: the step takes longer.
+# *small* things and one large one. Look at the time axes too: the step takes 19 units, not 15.
 #
 # ## Task 5.3: the curve by counting
 #
