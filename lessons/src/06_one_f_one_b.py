@@ -44,8 +44,8 @@ from minipipe.teach import side_by_side
 side_by_side(mp.plot.timeline(t_gpipe), mp.plot.timeline(t_early))
 
 # %% [markdown] name="bubble-read"
-# The bubble is the same, 20 %. Both steps take 15. The idle time has only moved: GPipe's rank 0 waits
-# once for 3, in the other table it waits for 2 and then for 1.
+# The bubble is the same, 20 %. Both steps take 15. The idle time has only moved: GPipe's rank 0
+# waits once for 3, in the other table it waits for 2 and then for 1.
 #
 # But on rank 1 a micro-batch goes forward and comes back *at once*. Rank 1 never keeps more than
 # one.
@@ -270,7 +270,7 @@ def narrow(rank, schedule, rows):
 def compare_bytes():
     one = mp.Schedule([[f"{stage}F0", f"{stage}B0"] for stage in range(4)])
     sizes = mp.launch(narrow, one, 16, ranks=4)[0]
-    rows = one_f_one_b(4, 8)
+    rows = [list(map(str, row)) for row in one_f_one_b(4, 8)]
     print("a micro-batch of each stage:", sizes)
     print("1F1B, counted from rows:    ", peak_bytes(rows, sizes))
     print("1F1B, measured:             ", mp.launch(narrow, mp.Schedule(rows), 128, ranks=4)[0])
@@ -354,7 +354,7 @@ def show_limits():
         t = mp.simulate(mp.Schedule(rows_within(limits, 8)))
         print(f"limits {limits}: takes {t.makespan}, bubble "
               f"{float(t.bubble.idle_over_total):5.1%}, keeps {list(t.peak_activations)}")
-    same = rows_within([4, 3, 2, 1], 8) == one_f_one_b(4, 8)
+    same = mp.Schedule(rows_within([4, 3, 2, 1], 8)) == mp.Schedule(one_f_one_b(4, 8))
     print("limits [4, 3, 2, 1] give the rows of 1F1B:", same)
 
 
