@@ -15,10 +15,17 @@ def pair(answer, inputs, outputs, seed):
     import torch
 
     torch.manual_seed(seed)
+    if not callable(answer):
+        raise Wrong(f"DeferredLinear has to be a class; yours is a {type(answer).__name__}")
     layer, right = answer(inputs, outputs), torch.nn.Linear(inputs, outputs)
     if not isinstance(layer, torch.nn.Module):
         raise Wrong("DeferredLinear(3, 2) has to be a torch.nn.Module; yours is a "
                     f"{type(layer).__name__}")  # fmt: skip
+    for name in ("weight", "bias"):
+        if not isinstance(getattr(layer, name, None), torch.nn.Parameter):
+            raise Wrong(f"DeferredLinear(3, 2).{name} has to be a parameter, as the cell has it")
+    if not callable(getattr(layer, "backward_weight", None)):
+        raise Wrong("DeferredLinear needs its method backward_weight; yours has none")
     layer, right = layer.double(), right.double()
     with torch.no_grad():
         layer.weight.copy_(right.weight)
@@ -137,7 +144,7 @@ def made(answer, right, p, m):
     return rows, case, shown
 
 
-H1 = ((1, 1), (1, 3), (2, 1), (2, 2), (2, 4), (3, 2), (3, 4), (4, 4), (4, 8), (5, 12))
+H1 = ((1, 1), (1, 3), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2), (3, 4), (4, 4), (4, 8), (5, 12))
 
 
 @part("8.2", "right order", 60)
@@ -162,7 +169,7 @@ def test_h1_bubble(answer, right, sizes):
         within(rows, case, shown, makespan=shortest(p, m))
 
 
-H2 = ((1, 1), (1, 3), (2, 1), (2, 3), (2, 4), (3, 2), (3, 5), (3, 7), (4, 7), (4, 8), (5, 12))
+H2 = ((1, 1), (1, 3), (2, 1), (2, 3), (2, 4), (3, 1), (3, 5), (3, 7), (4, 7), (4, 8), (5, 12))
 
 
 @part("8.4", "right order", 60)
@@ -192,9 +199,9 @@ def test_h2_bubble(answer, right, sizes):
             spans = t.spans_of(rank)
             idle = spans[-1].end - spans[0].start - t.busy[rank]
             if idle:
-                raise wrong_table(f"rank {rank} idles {idle} units within its own span, from "
-                                  f"{spans[0].start} to {spans[-1].end}; 0 is possible",
-                                  case, rows, shown)  # fmt: skip
+                reason = (f"rank {rank} idles for {idle} of the units from its own start, "
+                          f"{spans[0].start}, to its own end, {spans[-1].end}; 0 is possible")
+                raise wrong_table(reason, case, rows, shown)
 
 
 # Lists of (rank, start, end), in whole units.
