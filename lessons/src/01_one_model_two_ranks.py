@@ -443,8 +443,8 @@ mp.plot.timeline(t, "One training step on two ranks")
 # %% [markdown] name="idle-seen"
 # ![A step on two ranks, predicted: each computes half of the time](figures/01-two-ranks.png)
 #
-# The hatched time is idle time: half of all. Two GPUs, and no faster than one: now there is room for the
-# model, but half of the machine is wasted. With four ranks it would be three quarters.
+# The hatched time is idle time: half of all. Two GPUs, and no faster than one: now there is room
+# for the model, but half of the machine is wasted.
 
 # %% [markdown] name="end"
 # ## What you learnt
