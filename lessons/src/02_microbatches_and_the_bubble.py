@@ -200,8 +200,12 @@ for ranks in (2, 4, 8):
     timelines = [mp.simulate(forward_rows(ranks, m), no_latency) for m in counts]
     shares = [100 * float(t.bubble.idle_over_total) for t in timelines]
     axes.plot(counts, shares, label=f"{ranks} ranks")
+    if ranks == 4:
+        for m in (6, 24):
+            axes.plot(m, shares[m - 1], "ko")
+            axes.annotate(f"{shares[m - 1]:.0f} %", (m, shares[m - 1] + 3))
 axes.set_xlabel("micro-batches")
-axes.set_ylabel("idle / (ranks × makespan), %")
+axes.set_ylabel("bubble = idle / (ranks × makespan), %")
 axes.set_title("The bubble, predicted")
 axes.set_ylim(0, 100)
 axes.grid(alpha=0.3)
@@ -212,7 +216,7 @@ figure
 # ![The bubble shrinks with more micro-batches, quickly at first](figures/02-bubble.png)
 #
 # More micro-batches, less bubble. The first few help most: with 4 ranks the bubble falls from 75 %
-# with 1 micro-batch to 33 % with 6 and 11 % with 24. Twice as many again, 48, bring it to 6 %.
+# with 1 micro-batch to 33 % with 6 and 11 % with 24. Twice as many, 48, bring it to 6 %.
 #
 # Why not take thousands, then? A micro-batch needs at least one row of the batch. A GPU computes
 # small pieces less efficiently than large ones, and every piece costs a message. And all of them
