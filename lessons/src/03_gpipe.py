@@ -87,8 +87,9 @@ mp.plot.timeline(mp.simulate(mp.build("gpipe", ranks=4, microbatches=8)))
 # ![GPipe with 4 ranks and 8 micro-batches: all forwards, then all backwards](figures/03-gpipe.png)
 #
 # Count it. Each rank works 8 × 3 = 24 units, the step takes 33. Idle are 9 of 33, which is 27 %.
-# The 9 are always the same: 3 units until the last rank has its first micro-batch, and 6 until
-# the first rank has its last gradient. With p ranks and m micro-batches: (p − 1) / (m + p − 1).
+# Take the last rank: 3 units pass until its first micro-batch arrives, and 6 at the end, while the
+# last gradient climbs up to rank 0. More micro-batches don't change the 9, they only make the 33
+# larger. With p ranks and m micro-batches the bubble is (p − 1) / (m + p − 1).
 
 # %% [markdown] name="naive"
 # ## Naive beside it
@@ -126,7 +127,7 @@ reveal(my_guess, 100 * float(predicted.bubble.idle_over_total), "%", within=1)
 from minipipe.plot.style import picture
 
 counts = [1, 2, 4, 8, 16, 32]
-figure = picture(3.4)
+figure = picture(4, width=9)
 axes = figure.add_subplot()
 for name in ("naive", "gpipe"):
     tables = [mp.build(name, ranks=4, microbatches=m) for m in counts]
