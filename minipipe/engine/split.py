@@ -45,10 +45,12 @@ class _Use:
     """One use of a layer: its input, what the forward computed besides, and the gradient for its
     output as soon as it is there."""
 
-    __slots__ = ("layer", "given", "version", "extra", "gradient", "meter", "held")
+    __slots__ = ("layer", "weight", "bias", "given", "version", "extra", "gradient", "meter",
+                 "held")  # fmt: skip
 
     def __init__(self, layer: nn.Module, given: torch.Tensor, extra: tuple, meter: Meter | None):
         self.layer, self.given, self.extra, self.meter = layer, given, extra, meter
+        self.weight, self.bias = layer.weight, layer.bias  # a module looks them up slowly
         self.version, self.gradient = given._version, None
         self.held = [meter.hold(tensor) for tensor in (given, *extra)] if meter else []
 
@@ -113,6 +115,8 @@ class Deferred:
     def compute(self) -> None:
         """Compute what is missing; `.grad` of the parameters grows, and their hooks run."""
         totals: dict[nn.Parameter, torch.Tensor] = {}
+        # The first layer's gradient came last, so that it may be in the processor's cache still.
+        self._uses.reverse()
         while self._uses:
             use = self._uses.pop()
             if use.gradient is None:
@@ -120,16 +124,15 @@ class Deferred:
                 continue
             if use.given._version != use.version:
                 raise RuntimeError(f"the input of {use.layer} was modified by an inplace operation")
-            layer = use.layer
-            wanted = [layer.weight.requires_grad, layer.bias is not None
-                      and layer.bias.requires_grad]  # fmt: skip
-            found = _WEIGHT[type(layer)](layer, use.given.to(use.gradient.dtype), use.gradient,
-                                         use.extra, wanted)  # fmt: skip
+            weight, bias = use.weight, use.bias
+            wanted = [weight.requires_grad, bias is not None and bias.requires_grad]
+            found = _WEIGHT[type(use.layer)](use.layer, use.given.to(use.gradient.dtype),
+                                             use.gradient, use.extra, wanted)  # fmt: skip
             use.forget()
-            for parameter, gradient, want in zip((layer.weight, layer.bias), found, wanted,
-                                                 strict=True):  # fmt: skip
+            for parameter, gradient, want in zip((weight, bias), found, wanted, strict=True):
                 if want:
-                    gradient = gradient.to(parameter.dtype)
+                    if gradient.dtype != parameter.dtype:
+                        gradient = gradient.to(parameter.dtype)
                     known = totals.get(parameter)
                     totals[parameter] = gradient if known is None else known + gradient
         if totals:
@@ -180,7 +183,7 @@ def _conv(layer, given, weight, bias):
 
 def _conv_weight(layer, given, gradient, extra, wanted):
     batch = (given, gradient) if given.dim() == 4 else (given[None], gradient[None])
-    return _aten.convolution_backward(
+    return _aten.convolution_backward.default(
         batch[1], batch[0], layer.weight.detach().to(given.dtype), [layer.out_channels],
         layer.stride, layer.padding, layer.dilation, False, [0, 0], layer.groups,
         [False, *wanted])[1:]  # fmt: skip
@@ -191,7 +194,7 @@ def _layer_norm(layer, given, weight, bias):
 
 
 def _layer_norm_weight(layer, given, gradient, extra, wanted):
-    return _aten.native_layer_norm_backward(
+    return _aten.native_layer_norm_backward.default(
         gradient, given, layer.normalized_shape, *extra, layer.weight.detach(),
         None if layer.bias is None else layer.bias.detach(), [False, *wanted])[1:]  # fmt: skip
 
@@ -205,7 +208,7 @@ def _group_norm(layer, given, weight, bias):
 
 def _group_norm_weight(layer, given, gradient, extra, wanted):
     rows, channels = given.shape[:2]
-    return _aten.native_group_norm_backward(
+    return _aten.native_group_norm_backward.default(
         gradient.contiguous(), given.contiguous(), *extra, layer.weight.detach(), rows, channels,
         given.shape[2:].numel(), layer.num_groups, [False, *wanted])[1:]  # fmt: skip
 
