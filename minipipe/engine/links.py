@@ -48,12 +48,13 @@ class Payload:
 
 def fits(payload: Payload, values: tuple) -> bool:
     """Whether values are tensors of this form, so that it need not be described again."""
-    items = payload.items
-    return len(items) == len(values) and all(
-        isinstance(value, torch.Tensor) and value.shape == item.shape and not item.python
-        and value.dtype == item.dtype and value.requires_grad == item.needs_gradient
-        for value, item in zip(values, items, strict=True)
-    )  # fmt: skip
+    if not payload.plain or len(payload.items) != len(values):
+        return False
+    for value, (shape, dtype, needs_gradient, _) in zip(values, payload.items, strict=True):
+        if (not isinstance(value, torch.Tensor) or value.shape != shape or value.dtype != dtype
+                or value.requires_grad != needs_gradient):  # fmt: skip
+            return False
+    return True
 
 
 def describe(values: tuple, single: bool, stage: int) -> Payload:
@@ -91,6 +92,7 @@ class Links:
         self.device, self._channels, self._store = device, channels, store
         rank = channels.rank
         self._where = device if channels.nccl else torch.device("cpu")  # gloo: through the host
+        self._elsewhere = self._where != device
         # An emulated link: takes message, size and the posting of it, returns a handle.
         self.carry: Callable[[Message, int, Callable[[], list]], Any] | None = None
         self.bytes_sent = self.bytes_posted = 0
@@ -118,7 +120,7 @@ class Links:
             values = [torch.tensor(v, dtype=item.dtype) if item.python else v
                       for v, item in zip(values, payload.items, strict=True)]  # fmt: skip
         tensors = [v.detach().contiguous() for v in values if v is not None]
-        if self._where != self.device:
+        if self._elsewhere:
             tensors = [tensor.to(self._where) for tensor in tensors]
         self.bytes_sent += payload.size
         if announce:
@@ -127,38 +129,35 @@ class Links:
         target = message.target
         self._sent[target] += 1
         if self.carry is None:
-            self._outbox[target].append(self._post_send(target, tensors))
-            return
-        size = sum(t.numel() * t.element_size() for t in tensors)
-        self._outbox[target].append(
-            [self.carry(message, size, lambda: self._post_send(target, tensors))])
+            works = self._begin(self._channels.send, target, tensors)
+        else:
+            size = sum(t.numel() * t.element_size() for t in tensors)
+            works = [self.carry(message, size,
+                                lambda: self._begin(self._channels.send, target, tensors))]
+        self._outbox[target].append(works)
 
-    def _post_send(self, target: int, tensors: list[torch.Tensor]) -> list:
+    def _begin(self, way: Callable, peer: int, tensors: list[torch.Tensor]) -> list:
+        """Begin to send or to receive; a handle for each tensor."""
         try:
-            return [self._channels.send(target, tensor) for tensor in tensors]
-        except RuntimeError as error:
-            raise broken(self._store, error) from error
-
-    def _post_receive(self, source: int, buffers: list[torch.Tensor]) -> list:
-        try:
-            return [self._channels.receive(source, buffer) for buffer in buffers]
+            return [way(peer, tensor) for tensor in tensors]
         except RuntimeError as error:
             raise broken(self._store, error) from error
 
     def post(self, message: Message, payload_of: Callable[[Message], Payload]) -> None:
         """Post the receive of a message, after those that the same rank sends before it."""
-        source = message.source
-        while self._posted[source] <= self._number[message]:
-            following = self._incoming[source][self._posted[source]]
-            self._posted[source] += 1
+        source, number = message.source, self._number[message]
+        for place in range(self._posted[source], number + 1):
+            following = self._incoming[source][place]
             payload = payload_of(following)
             buffers = [
                 None if item.dtype is None
                 else torch.empty(item.shape, dtype=item.dtype, device=self._where)
                 for item in payload.items
             ]  # fmt: skip
-            works = self._post_receive(source, [b for b in buffers if b is not None])
-            self._arriving[following] = buffers, works, payload
+            tensors = buffers if payload.plain else [b for b in buffers if b is not None]
+            works = self._begin(self._channels.receive, source, tensors)
+            self._arriving[following] = buffers, works, payload, self._settles[source][place]
+            self._posted[source] = place + 1
             self.bytes_posted += payload.size
 
     def receive_announced(self, message: Message, payload_of: Callable[[Message], Payload]) -> None:
@@ -171,20 +170,19 @@ class Links:
                 self.post(following, payload_of)
                 continue
             size = torch.zeros(1, dtype=torch.int64, device=self._where)
-            self._wait(self._post_receive(source, [size]))
+            self._wait(self._begin(self._channels.receive, source, [size]))
             body = torch.empty(int(size), dtype=torch.uint8, device=self._where)
-            self._wait(self._post_receive(source, [body]))
+            self._wait(self._begin(self._channels.receive, source, [body]))
             payload = pickle.loads(body.cpu().numpy().tobytes())
             self.post(following, lambda _, payload=payload: payload)
 
     def take(self, message: Message) -> tuple[tuple, Payload]:
         """Wait for a posted message; its values, and their form."""
-        buffers, works, payload = self._arriving.pop(message)
+        buffers, works, payload, settled = self._arriving.pop(message)
         self.bytes_posted -= payload.size
         self._wait(works)
-        source = message.source
-        self._settle(source, self._settles[source][self._number[message]])
-        if self._where != self.device:
+        self._settle(message.source, settled)
+        if self._elsewhere:
             buffers = [b if b is None else b.to(self.device) for b in buffers]
         if not payload.plain:
             buffers = [b.item() if item.python else b
@@ -201,7 +199,7 @@ class Links:
     def _settle(self, target: int, until: int) -> None:
         """Let go of the first `until` sends of this step to a rank."""
         outbox = self._outbox[target]
-        while len(outbox) > self._sent[target] - until:
+        for _ in range(len(outbox) + until - self._sent[target]):
             self._wait(outbox.popleft())
 
     def finish(self) -> None:

@@ -25,7 +25,7 @@ class _MicroBatch:
     def __init__(self):
         self.caught = []  # one tuple of gradients, once the backward pass has reached the entry
         self.entry = ()  # the received tensors that need a gradient, as the graph's beginning
-        self.received = []  # shape, dtype and device of the inputs that need a gradient
+        self.received = []  # shape, dtype and device of those, where the entry isn't kept
         self.roots = []  # where the backward pass starts: at each output that was sent as
         # needing a gradient, or None where it turned out not to have one
         self.inputs = self.held = self.random = self.flags = None  # for a recompute only
@@ -35,7 +35,7 @@ class _MicroBatch:
 
 def as_values(outputs) -> tuple[tuple, bool]:
     """A stage's outputs as a tuple, and whether it was a single value."""
-    single = not isinstance(outputs, tuple | list)
+    single = not isinstance(outputs, (tuple, list))
     return ((outputs,) if single else tuple(outputs)), single
 
 
@@ -150,11 +150,12 @@ class Stage:
 
     def _attach(self, kept: _MicroBatch, values: tuple, single: bool, needs, finish):
         values = self._enter(kept, values, needs)
-        watched = self.meter is not None or kept.deferred is not None
-        with self._noting(kept) if watched else nullcontext():
+        if self.meter is None and kept.deferred is None:
             outputs = self._call(values, single)
-            if finish is not None:
-                outputs = finish(outputs)
+            return self._leave(kept, outputs if finish is None else finish(outputs))
+        with self._noting(kept):
+            outputs = self._call(values, single)
+            outputs = outputs if finish is None else finish(outputs)
         return self._leave(kept, outputs)
 
     @contextmanager
@@ -171,16 +172,18 @@ class Stage:
             # begins in place, each may only change its own.
             values = tuple(v.data if isinstance(v, torch.Tensor) and not v.requires_grad else v
                            for v in values)  # fmt: skip
-        if True in needs:
-            wanted = [v for v, needed in zip(values, needs, strict=True) if needed]
+        if True not in needs:
+            return values
+        wanted = [v for v, needed in zip(values, needs, strict=True) if needed]
+        if self._leaves:
+            kept.entry = [v.detach().requires_grad_() for v in wanted]
+        else:
             kept.received = [(v.shape, v.dtype, v.device) for v in wanted]
-            if self._leaves:
-                kept.entry = [v.detach().requires_grad_() for v in wanted]
-            else:
-                kept.entry = Catch.apply(kept.caught, self._gate, *wanted)
-            fresh = iter(kept.entry)
-            values = tuple(next(fresh) if n else v for v, n in zip(values, needs, strict=True))
-        return values
+            kept.entry = Catch.apply(kept.caught, self._gate, *wanted)
+        if len(wanted) == len(values):
+            return tuple(kept.entry)
+        fresh = iter(kept.entry)
+        return tuple(next(fresh) if n else v for v, n in zip(values, needs, strict=True))
 
     def _leave(self, kept: _MicroBatch, outputs):
         """Remember where the backward pass will start."""
@@ -191,8 +194,7 @@ class Stage:
         flags = [isinstance(v, torch.Tensor) and v.requires_grad for v in parts]
         # Edges instead of outputs: an output that no operation saved can go once it is sent.
         kept.roots = [
-            GradientEdge(v.grad_fn, v.output_nr) if has_graph and v.grad_fn is not None
-            else get_gradient_edge(v) if has_graph else None
+            _edge(v) if has_graph else None
             for v, has_graph, sent in zip(parts, flags, kept.flags or flags, strict=True)
             if sent
         ]
@@ -208,9 +210,11 @@ class Stage:
         needs one, zeros where the stage doesn't use it.
         """
         kept = self._kept.pop(microbatch)
-        pairs = [(r, g) for r, g in zip(kept.roots, gradients, strict=True) if r is not None]
-        if pairs:
-            roots, gradients = zip(*pairs, strict=True)
+        roots, gradients = tuple(kept.roots), tuple(gradients)
+        if None in roots:
+            gradients = tuple(g for r, g in zip(roots, gradients, strict=True) if r is not None)
+            roots = tuple(r for r in roots if r is not None)
+        if roots:
             _run_backward(roots, gradients, False, False, (), allow_unreachable=True,
                           accumulate_grad=True)  # fmt: skip
         if kept.deferred is not None:
@@ -220,9 +224,9 @@ class Stage:
     def _received(self, kept: _MicroBatch) -> list[torch.Tensor]:
         """The gradients that have arrived at the graph's beginning."""
         if kept.entry:
-            caught = [leaf.grad for leaf in kept.entry]
-        else:
-            caught = kept.caught[0] if kept.caught else (None,) * len(kept.received)
+            return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                    for leaf in kept.entry]  # fmt: skip
+        caught = kept.caught[0] if kept.caught else (None,) * len(kept.received)
         return [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
             for gradient, (shape, dtype, device) in zip(caught, kept.received, strict=True)
@@ -271,6 +275,12 @@ class Stage:
         finally:
             for module, name, buffer in own:
                 module._buffers[name] = buffer
+
+
+def _edge(output: torch.Tensor) -> GradientEdge:
+    """Where an output's backward pass begins."""
+    node = output.grad_fn
+    return get_gradient_edge(output) if node is None else GradientEdge(node, output.output_nr)
 
 
 def _takes_several(layer: nn.Module) -> bool:

@@ -32,7 +32,8 @@ class Channels:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.nccl = dist.get_backend() == "nccl"
         everyone = list(range(self.ranks))
-        self._down = dist.group.WORLD if self.nccl or self.ranks == 1 else dist.new_group(everyone)
+        self._up = dist.group.WORLD
+        self._down = self._up if self.nccl or self.ranks == 1 else dist.new_group(everyone)
         self._pairs: dict[tuple[int, int], object] = {}
 
     def connect(self, edges: list[tuple[int, int]], device: torch.device) -> None:
@@ -51,14 +52,14 @@ class Channels:
         """Begin to send; the handle has to be kept and waited for."""
         if self.nccl:
             return self._pairs[self.rank, target].send([tensor], int(target > self.rank), tag)
-        group = dist.group.WORLD if target > self.rank else self._down
+        group = self._up if target > self.rank else self._down
         return group.send([tensor], target, tag)
 
     def receive(self, source: int, buffer: torch.Tensor, tag: int = MESSAGE):
         """Begin to receive into a buffer; the handle has to be kept and waited for."""
         if self.nccl:
             return self._pairs[source, self.rank].recv([buffer], int(source > self.rank), tag)
-        group = dist.group.WORLD if source < self.rank else self._down
+        group = self._up if source < self.rank else self._down
         return group.recv([buffer], source, tag)
 
     def exchange(self, own: torch.Tensor) -> torch.Tensor:
@@ -72,14 +73,13 @@ class Channels:
             dist.all_gather(everyone, own)
             return torch.stack(everyone).cpu()
         table = own.new_empty((self.ranks, *own.shape))
-        table[self.rank] = own
-        others = range(1, self.ranks)
         if self.rank:
-            works = [self.receive(0, table, EXCHANGE), self.send(0, own, EXCHANGE)]
-            self._wait(works)
+            self._wait([self.receive(0, table, EXCHANGE), self.send(0, own, EXCHANGE)])
         else:
-            self._wait([self.receive(other, table[other], EXCHANGE) for other in others])
-            self._wait([self.send(other, table, EXCHANGE) for other in others])
+            first, *others = table.unbind()
+            first.copy_(own)
+            self._wait([self.receive(r, row, EXCHANGE) for r, row in enumerate(others, 1)])
+            self._wait([self.send(r, table, EXCHANGE) for r in range(1, self.ranks)])
         return table
 
     def clock_offset(self, rounds: int = 10) -> float:
@@ -112,11 +112,11 @@ class Channels:
     def sever(self) -> None:
         """Break all connections, so that nobody waits for this rank any more."""
         if self.nccl:
-            dist.group.WORLD.abort()
+            self._up.abort()
             return
         # gloo has no call for it, but a receive that runs out of time breaks the connections of
         # its group to all ranks at once; one from a rank that is gone already does not.
-        for group in {dist.group.WORLD, self._down}:
+        for group in {self._up, self._down}:
             for other in range(self.ranks):
                 if other != self.rank:
                     with contextlib.suppress(RuntimeError):
