@@ -35,7 +35,12 @@ _preloaded = ["torch", "torch.distributed", "torch._dynamo", "numpy", child.__na
 
 
 def _set_up_fork_server() -> None:
-    multiprocessing.forkserver._forkserver.__init__()  # that of a forked process is its parent's
+    server = multiprocessing.forkserver._forkserver
+    # What a process that comes from a fork server has inherited: it may import this only now, while
+    # its task is unpickled.
+    inherited = server._inherited_fds
+    server.__init__()  # that of a forked process is its parent's
+    server._inherited_fds = inherited
     _idle.clear()
     multiprocessing.forkserver.set_forkserver_preload(_preloaded)
 

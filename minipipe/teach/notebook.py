@@ -9,7 +9,11 @@ from minipipe.teach.course import CourseError, find_course
 
 
 def register(shell) -> None:
-    """Give the shell the cell magic %%task."""
+    """Give the shell the cell magic %%task, and begin to load what ranks and judged tasks need: a
+    launch in an earlier cell would else start processes that load it each time."""
+    from minipipe.teach import judge
+
+    judge.warm(*judge.PRELOADED)
     shell.register_magic_function(task_cell, "cell", "task")
 
 
