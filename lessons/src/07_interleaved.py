@@ -64,7 +64,7 @@ def rank_of(stage, ranks):
 # Here are both schedules for 2 ranks and 4 micro-batches. In the second one each rank has 2
 # chunks: rank 0 holds stages 0 and 2, rank 1 stages 1 and 3.
 # %% name="two-ranks-rows"
-import minipipe as mp  # noqa: E402
+import minipipe as mp
 
 PLAIN = mp.Schedule.parse(
     """
@@ -87,7 +87,7 @@ LOOPED = mp.Schedule.parse(
 # %% name="guess-bubble"
 my_guess = ...  # percent
 # %% name="guess-bubble-revealed"
-from minipipe.teach import reveal  # noqa: E402
+from minipipe.teach import reveal
 
 looped = mp.simulate(LOOPED)
 reveal(my_guess, 100 * float(looped.bubble.idle_over_total), "%", within=1)
@@ -221,7 +221,7 @@ reveal(my_messages, 2 * 8 * (4 * 2 - 1), "messages")
 # - a backward, B or I, sends its gradient to the rank that holds the stage before,
 # - W sends nothing, and within one rank there is no message.
 # %% name="task-7-3" task="7.3"
-from minipipe.actions import Action  # noqa: E402
+from minipipe.actions import Action
 
 
 def messages(rows):
@@ -278,9 +278,10 @@ latency_figure()
 # %% [markdown] name="slow-read"
 # ![Time of a step over the latency of a message, predicted](figures/07-latency.png)
 #
-# Each line begins with the gain that you know, and each more finely cut schedule climbs more
-# steeply. With 4 chunks the gain is gone at a latency of 0.375, a bit more than the time of one
-# stage's forward there (0.25). With 2 chunks it lasts until 1.375.
+# Each line begins with the gain that you know. At first the forwards done ahead hide some of the
+# messages. But the more finely a schedule is cut, the more steeply its line climbs in the end.
+# With 4 chunks the gain is gone at a latency of 0.375, a bit more than the time of one stage's
+# forward there (0.25). With 2 chunks it lasts until 1.375.
 #
 # And the warm-up's second half? Without it, with *p* − 1 − *r* forwards where Megatron-LM has
 # 2(*p* − 1 − *r*), the step with 2 chunks takes 28.5 units without latency too, and rank 0 keeps 4
@@ -296,9 +297,9 @@ latency_figure()
 # same model. `mp.simulate(schedule, costs).makespan` predicts a step's time. Any way that finds
 # the latency up to a millionth is right, and trying out all latencies is not one.
 # %% name="task-7-4" task="7.4"
-from fractions import Fraction  # noqa: E402
+from fractions import Fraction
 
-import minipipe as mp  # noqa: E402
+import minipipe as mp
 
 
 def break_even(plain, looped, forward, backward):
@@ -338,35 +339,37 @@ print("2 ranks, 4 micro-batches: interleaved pays up to a latency of",
 # an emulated latency as long as a forward. Before you look: which one should win where? By your
 # 7.4, or by the figure above, the gain ends at 0.625 of a forward here.
 # %% name="real-run"
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
 SLOT = 0.015  # seconds: F, I and W of a rank's whole share
 
 
-def paced(rank, schedule, latency):
+def paced(rank, schedules, latencies):
+    """Measured times of a step, the median of 3, of each schedule at each latency."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
-    stages = schedule.stages
-    pipe = mp.Pipeline(model, schedule, nn.functional.mse_loss, cuts=[4 // stages] * stages)
-    batch = torch.randn(16, 16), torch.randn(16, 16)
-    pipe.step(*batch)  # a first step, unpaced
-    pace = mp.Pace(mp.Costs(SLOT, SLOT, SLOT, latency=latency))
-    seen = sorted(pipe.step(*batch, pace=pace).timeline.makespan for _ in range(3))
-    if rank == 0:
-        print(f"{schedule.name}, latency {1000 * latency:.0f} ms: steps of",
-              ", ".join(f"{1000 * time:.0f}" for time in seen), "ms")  # fmt: skip
-    return seen[1]
+    batch, found = (torch.randn(16, 16), torch.randn(16, 16)), {}
+    for schedule in schedules:
+        cuts = [4 // schedule.stages] * schedule.stages
+        model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+        pipe = mp.Pipeline(model, schedule, nn.functional.mse_loss, cuts=cuts)
+        pipe.step(*batch)  # a first step, unpaced
+        for latency in latencies:
+            pace = mp.Pace(mp.Costs(SLOT, SLOT, SLOT, latency=latency))
+            seen = sorted(pipe.step(*batch, pace=pace).timeline.makespan for _ in range(3))
+            found[schedule.name, latency] = seen[1]
+            print(f"{schedule.name}, latency {1000 * latency:.0f} ms: done")
+    return found
 
 
+measured = mp.launch(paced, (PLAIN, LOOPED), (0, SLOT), ranks=2, timeout=60)[0]
 print("time of a step      predicted   measured on emulated devices (median of 3)")
 for latency in (0, SLOT):
     for schedule in (PLAIN, LOOPED):
         costs = mp.Costs(SLOT, SLOT, SLOT, latency=latency)
         predicted = float(mp.simulate(schedule, costs).makespan)
-        measured = mp.launch(paced, schedule, latency, ranks=2, timeout=60)[0]
-        print(f"{schedule.name:12} {1000 * latency:4.0f} ms"
-              f"{1000 * predicted:8.0f} ms {1000 * measured:8.0f} ms")  # fmt: skip
+        print(f"{schedule.name:12} {1000 * latency:4.0f} ms {1000 * predicted:8.0f} ms"
+              f" {1000 * measured[schedule.name, latency]:8.0f} ms")  # fmt: skip
 # %% [markdown] name="real-read"
 # Without latency interleaved is faster, with 15 ms it is slower: the order turns, as predicted.
 # What is measured is a little longer than what is predicted, since a real message between two

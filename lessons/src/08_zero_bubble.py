@@ -23,7 +23,7 @@
 #
 # Autograd computes both in one go. But one can ask it for each by itself:
 # %% name="two-halves-shown"
-import torch  # noqa: E402
+import torch
 
 torch.manual_seed(0)
 x = torch.randn(4, 3, requires_grad=True)  # 4 rows, 3 inputs
@@ -46,15 +46,15 @@ print("W gives", list(for_weight.shape), "like weight; it needs the input", list
 # %% [markdown] name="task-8-1-asked"
 # ## Task 8.1: a Linear with a deferred weight gradient
 #
-# Fill in the two places. A `torch.autograd.Function` has its own backward pass: what `backward`
-# returns becomes the gradients of the arguments of `forward`, in their order, with None for what
-# gets none.
+# Fill in the two places. `ctx.waiting` is the layer's own list `self.waiting`. A
+# `torch.autograd.Function` has its own backward pass: what `backward` returns becomes the
+# gradients of the arguments of `forward`, in their order, with None for what gets none.
 #
 # The layer may be used several times before W comes: with several micro-batches, or twice in one
 # forward. Inputs may have more dimensions than two, as in `[batch, tokens, inputs]`.
 # %% name="task-8-1" task="8.1"
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
 
 class InputGradientOnly(torch.autograd.Function):
@@ -131,7 +131,7 @@ print("after W: input", x.grad is not None, "· weight", layer.weight.grad is no
 # Three tables for 2 ranks and 4 micro-batches: 1F1B; the same with I and W in the place of each B;
 # and ZB-H1, in which W waits on rank 1.
 # %% name="two-ranks-rows"
-import minipipe as mp  # noqa: E402
+import minipipe as mp
 
 FUSED = mp.Schedule.parse(
     """
@@ -160,7 +160,7 @@ ZB_H1 = mp.Schedule.parse(
 # %% name="guess-split"
 my_guess = ...  # units
 # %% name="guess-split-revealed"
-from minipipe.teach import reveal  # noqa: E402
+from minipipe.teach import reveal
 
 reveal(my_guess, mp.simulate(SPLIT).makespan, "units")
 # %% name="two-ranks-seen" picture="08-two-ranks"
@@ -173,8 +173,8 @@ mp.plot.overview([mp.simulate(s) for s in (FUSED, SPLIT, ZB_H1)],
 # - **Split**: 14. The gradient of micro-batch 0 leaves rank 1 after I, a unit earlier. That alone
 #   is a gain. But rank 1 still does each W before it goes on, and rank 0 waits for what comes
 #   behind it.
-# - **ZB-H1**: 13. Rank 1 puts its W's off: it does `1F1` and `1I1` before `1W0`. So each gradient
-#   leaves earlier, and what rank 1 does in the end are W's, while rank 0 goes back.
+# - **ZB-H1**: 13. Rank 1 puts its W's off: it does `1F1` and `1I1` before `1W0`. So later
+#   gradients leave earlier, and what rank 1 does in the end are W's, while rank 0 goes back.
 #
 # How far may the W's be put off? Each W that waits keeps a micro-batch in memory. 1F1B keeps *p* −
 # *r* micro-batches on rank *r*, so rank 0 keeps *p*, and the last rank only one. If each rank may
@@ -246,7 +246,7 @@ mp.plot.timeline(mp.simulate(mp.Schedule(zb_h1(4, 8), "zb-h1")))
 # Count both from a list of spans. Be exact: with integers and fractions in, the result is a
 # `Fraction`, not a rounded float.
 # %% name="task-8-3" task="8.3"
-from fractions import Fraction  # noqa: E402
+from fractions import Fraction
 
 
 def bubbles(spans):
