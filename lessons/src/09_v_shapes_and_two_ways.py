@@ -278,8 +278,9 @@ mp.plot.timeline(mp.simulate(mp.build("dualpipe", ranks=4, microbatches=8)))
 # %% [markdown] name="dualpipe-read"
 # ![Timeline of DualPipe on 4 ranks, with overlapped pairs](figures/09-dualpipe.png)
 #
-# A cell with two halves is a pair. Look at its symmetry: rank 3 does what rank 0 does, with the
-# other half of the micro-batches.
+# A cell with two halves is a pair. Look at the symmetry: rank 3 does what rank 0 does, with the
+# other half of the micro-batches. (The dashed line is a bound: no order of these actions can end
+# before it.)
 #
 # ## Task 9.3: read the figure
 #

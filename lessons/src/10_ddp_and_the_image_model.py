@@ -185,7 +185,7 @@ def ddp_step(model, loss_fn, inputs, targets):
 # %% [markdown] name="train-text"
 # ## Three ways to train one model
 #
-# Now the image model trains for 12 steps: on one process, with DDP on four ranks, and with 1F1B on
+# Now the image model trains for 8 steps: on one process, with DDP on four ranks, and with 1F1B on
 # four ranks. Same weights, same batches of 64. The lower panel shows how far the losses are apart.
 
 # %% name="train"
@@ -208,7 +208,7 @@ def train(rank, way):
 
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     losses = []
-    for x, y in datasets.batches(data, 64, 12):
+    for x, y in datasets.batches(data, 64, 8):
         optimizer.zero_grad()
         losses.append(step(x, y))
         optimizer.step()
