@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -172,42 +172,48 @@ def grade(course: Course, submissions: list[Submission], tasks: list[Task], out:
              "tests": tests_checksum(course)}  # fmt: skip
     records = outputs.read(out)
     names = {student.name for student in roster.values()}
-    report = about | {"replaced": replaced}
     with _pool(course, max(1, min(jobs, len(submissions) * len(tasks)))) as judged:
-        waiting = {}
-        for each in submissions:
-            marks = about | {"answers": _checksum(each)}
-            if not (resume and _is_same(records.get(each.name), marks, tasks)):
-                waiting[each.name] = marks, [_start(judged, each, t, seed, told) for t in tasks]
-        for each in submissions:
-            if each.name in waiting:
-                marks, results = waiting[each.name]
-                earlier = records.get(each.name)
-                records[each.name] = _record(course, each, marks, earlier, [r() for r in results])
-                outputs.write(out, records[each.name])
-            told(each.name, records[each.name])
-            report |= {"submissions": [*map(outputs.brief, records.values())],
-                       "unknown": sorted({*records} - names) if roster else [],
-                       "without": sorted(names - {*records})}  # fmt: skip
-            outputs.write_all(out, report, records, course)
+        if resume:
+            submissions = [s for s in submissions
+                           if not _is_same(records.get(s.name), _marks(about, s), tasks)]
+        owners = {_start(judged, each, task, seed): each for each in submissions for task in tasks}
+        results: dict[str, list[dict]] = {each.name: [] for each in submissions}
+        for future in as_completed(owners):
+            each = owners[future]
+            results[each.name].append(future.result())
+            told(each.name, None)
+            if len(results[each.name]) == len(tasks):
+                record = _record(course, each, _marks(about, each), records.get(each.name),
+                                 results[each.name])  # fmt: skip
+                records[each.name] = record
+                outputs.write(out, record)
+                outputs.write_all(out, _report(about, replaced, records, names), records, course)
+                told(each.name, record)
+    report = _report(about, replaced, records, names)
+    outputs.write_all(out, report, records, course)
     return report
 
 
-def _start(judged, submission: Submission, task: Task, seed: int, told) -> Callable[[], dict]:
-    """What waits for the result of a task, and has it."""
-    if task.id not in submission.answers:
-        fault = submission.faults.get(task.id)
-        reason = fault or f"no file {task.file_name} and no cell %%task {task.id}"
-        result = _unjudged(task, "error" if fault else "missing", reason)
-        told(submission.name, None)
-        return lambda: result
-    future = judged(task, submission.answers[task.id], seed)
-    future.add_done_callback(lambda _: told(submission.name, None))
-    return future.result
+def _report(about: dict, replaced: list[str], records: dict[str, dict], names: set) -> dict:
+    return about | {"submissions": [*map(outputs.brief, records.values())], "replaced": replaced,
+                    "unknown": sorted({*records} - names) if names else [],
+                    "without": sorted(names - {*records})}  # fmt: skip
 
 
-def _checksum(submission: Submission) -> str:
-    return hashlib.sha256(repr(sorted(submission.answers.items())).encode()).hexdigest()
+def _start(judged, submission: Submission, task: Task, seed: int) -> Future:
+    if task.id in submission.answers:
+        return judged(task, submission.answers[task.id], seed)
+    fault = submission.faults.get(task.id)
+    reason = fault or f"no file {task.file_name} and no cell %%task {task.id}"
+    none: Future = Future()
+    none.set_result(_unjudged(task, "error" if fault else "missing", reason))
+    return none
+
+
+def _marks(about: dict, submission: Submission) -> dict:
+    """What a result depends on."""
+    answers = repr(sorted(submission.answers.items())).encode()
+    return about | {"answers": hashlib.sha256(answers).hexdigest()}
 
 
 def _is_same(record: dict | None, marks: dict, tasks: list[Task]) -> bool:

@@ -1,8 +1,8 @@
 """Judge one answer in a child process: pristine tests, limits, and a result that it can't forge.
 
-The parent watches: a child that takes too long, dies or floods its output loses what it has not
-yet shown. Results come over a pipe, one test at a time; nothing that an answer prints or writes
-counts. An answer runs with your rights: this is no sandbox (docs/teaching.md says what is).
+The parent watches: a child that takes too long or dies loses what it has not yet shown. Results
+come over a pipe, one test at a time; nothing that an answer prints or writes counts. An answer
+runs with your rights: this is no sandbox (docs/teaching.md says what is).
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ MOST_MEMORY = 8 << 30  # bytes of data a process may have
 PRELOADED = ("pytest", "jupytext", "minipipe", "minipipe.pipeline", "minipipe.plot",
              "matplotlib.backends.backend_agg", "minipipe.teach.plugin", "minipipe.teach.judge",
              "minipipe.teach.pictures", "minipipe.teach.sources")  # fmt: skip
-ENOUGH = 10_000_000  # bytes of output after which it is ended
 LONGEST_MESSAGE = 16 << 20  # bytes; longer ones are no message of a test
 # What a message holds may be anything that an answer raised; these are no text in XML and UTF-8.
 _NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -198,7 +197,7 @@ class _Child:
         end, look = time.monotonic() + STARTING, 0.0
         while not self.ended and not self.status:
             kind, content = "", None
-            alive = self.process.is_alive()
+            alive = self.process.is_alive() and self.readers[1].is_alive()
             with contextlib.suppress(queue.Empty):
                 kind, content = self._messages.get(timeout=0.1)
             if kind == "ready":
@@ -213,20 +212,22 @@ class _Child:
             elif kind == "end":
                 self.ended = True
             elif not alive:
-                code = self.process.exitcode
-                how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
                 self.status = "error"
-                self.reason = f"its process ended before the tests did ({how})"
+                self.reason = f"its process ended before the tests did{self._exit_code()}"
             if not self.ended and not self.status and time.monotonic() >= look:
                 look = time.monotonic() + 0.2
                 self._hold_to_limits(end, watch)
 
+    def _exit_code(self) -> str:
+        self.process.join(0.5)
+        code = self.process.exitcode
+        with contextlib.suppress(TypeError, ValueError):  # it has no code, or wrote it itself
+            return f" ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
+        return ""
+
     def _hold_to_limits(self, end: float, watch: Callable[[], str]) -> None:
         if stop := watch():
             self.status, self.reason = "error", stop
-        elif self._seen > ENOUGH:
-            self.status = "error"
-            self.reason = f"it printed more than {ENOUGH // 1_000_000} MB"
         elif time.monotonic() >= end:
             self.status = "timeout"
             self.reason = f"it took longer than {self.task.limit:g} s{self._stood()}"

@@ -16,7 +16,7 @@ id = "1.1"
 title = "Twice"
 name = "double"
 points = 10
-limit = 4
+limit = 6
 hints = ["a secret hint", "b", "c"]
 
 [[task]]
@@ -111,7 +111,8 @@ ANSWERS = {
     "recursion": ("def double(x): return double(x)\n", 0, "failed"),
     "50 GB": (at_1000("return bytearray(50 << 30)"), 8, "failed"),
     "50 GB of torch": (at_1000("torch.ones(50 << 28)", "import torch"), 8, "failed"),
-    "100 MB printed": (at_1000("for _ in range(100): print('9' * 1_000_000)"), 6, "error"),
+    "100 MB printed": (at_1000("for _ in range(100): print('9' * 1_000_000)"), 10, "passed"),
+    "prints without end": (at_1000("while True: print('9' * 1_000_000)"), 6, "timeout"),
     "printed passed": ("print('3 passed in 0.01s')\nimport json\n"
                        "print(json.dumps(['', 'test', {'name': 'test_small', 'status': 'passed'}]))"
                        "\ndef double(x): return x\n", 0, "failed"),
@@ -121,7 +122,7 @@ ANSWERS = {
     "200 processes": (at_1000("for _ in range(200): subprocess.Popen(['sleep', '98765'])",
                               "import subprocess"), 6, "error"),
     "200 daemons": (at_1000(DAEMONS, "import os"), 6, "error"),
-    "fork bomb": (at_1000("while True: os.fork()", "import os"), 6, "error"),
+    "fork bomb": (at_1000("while True: os.fork()", "import os"), 6, "error or timeout"),
     "one daemon": (at_1000(LONE, "import os"), 10, "passed"),
     "forked at import": ("import os\nos.fork()\n" + RIGHT, 10, "passed"),
     "endless thread": ("import threading\nthreading.Thread(target=threading.Event().wait).start()\n"
@@ -165,6 +166,6 @@ TALKS = {
     "right talk": (TALK.format("pass"), 5, "passed"),
     "deadlock": (TALK.format("dist.recv(torch.zeros(1), 1 - rank)"), 0, "failed"),
     "a rank dies": (TALK.format("rank == 1 and os._exit(0)"), 0, "failed"),
-    "ranks print": (TALK.format("print('1 passed' * 1_000_000)"), 0, "error"),
+    "ranks print": (TALK.format("print('1 passed' * 1_000_000)"), 5, "passed"),
     "talk is text": ("talk = 'talk'\n", 0, "failed"),
 }

@@ -150,7 +150,7 @@ NAMES = [*(name for name in (*ANSWERS, *TALKS) if name != "right"), "Ana <Nguyá»
 def test_points(graded, name):
     task, points, status = graded.expected[name]
     result = result_of(graded, name, task)
-    assert (result["points"], result["status"]) == (points, status), result
+    assert result["points"] == points and result["status"] in status.split(" or "), result
     assert status == "passed" or result["reason"] or outputs.first_wrong(result)["message"]
     assert max(len(test["message"]) for test in result["tests"] or [{"message": ""}]) < 11_000
 
@@ -167,9 +167,9 @@ def test_reasons(graded):
         return result_of(graded, name, task)["reason"]
 
     assert reason("200 processes") == "it had more than 48 processes at once"
-    assert reason("200 daemons") == reason("fork bomb") == reason("200 processes")
-    assert reason("100 MB printed") == "it printed more than 10 MB"
-    assert reason("endless loop").startswith("it took longer than 4 s; it stood at line 4: while")
+    assert reason("200 daemons") == reason("200 processes")
+    assert result_of(graded, "100 MB printed")["output"].endswith("more bytes")
+    assert reason("endless loop").startswith("it took longer than 6 s; it stood at line 4: while")
     assert "SIGALRM" in reason("alarm") and "SIGSEGV" in reason("crash")
     assert "UTF-8" in reason("latin") and "link" in reason("link") and "1 MB" in reason("huge")
     assert "plain file" in reason("fifo") and "folder" in reason("folder")
@@ -325,6 +325,7 @@ def test_interrupted_and_resumed(graded, tmp_path):
     below = psutil.Process(first.pid).children(recursive=True)
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=30)
+    assert first.returncode == 130
     psutil.wait_procs(below, timeout=5)
     assert not [p for p in below if p.is_running()]
     done = {path: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
