@@ -9,3 +9,9 @@ def even_cut(costs: Sequence, stages: int) -> list[int]:
     if not hasattr(stages, "__index__") or not 1 <= stages <= layers:
         raise ValueError(f"stages={stages!r}: legal are 1 to {layers}, the number of layers")
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+
+
+def rest_to_first(rows: int, microbatches: int) -> list[int]:
+    """As many rows for each micro-batch, and those that are left over for the first."""
+    return [rows // microbatches + (rows % microbatches if m == 0 else 0)
+            for m in range(microbatches)]  # fmt: skip
