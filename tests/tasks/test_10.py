@@ -2,7 +2,6 @@
 
 import contextlib
 from fractions import Fraction
-from functools import cache
 from unittest import mock
 
 import minipipe as mp
@@ -15,22 +14,22 @@ COLLECTIVES = [f"torch.distributed:{name}" for name in (
 )]  # fmt: skip
 
 
-@cache
-def launched(fn, answer, ranks):
-    """What the ranks returned, or why they did not; once for all tests of an answer."""
-    try:
-        return mp.launch(fn, answer, ranks=ranks, timeout=5), None
-    except mp.RankError as error:
-        if "Timeout" not in type(error).__name__:
-            return None, error
-        return None, Wrong(f"the ranks wait for each other, or for what nobody sends:\n{error}")
+_launched = {}  # an answer is loaded anew for each test; equal code needn't run again
 
 
 def run(fn, answer, ranks):
-    found, error = launched(fn, answer, ranks)
-    if error:
-        raise error
-    return found
+    """What fn(answer) returned on each rank; Wrong where the ranks wait for ever."""
+    key = fn, ranks, getattr(answer, "__code__", id(answer))
+    if key not in _launched:
+        try:
+            _launched[key] = mp.launch(fn, answer, ranks=ranks, timeout=5)
+        except mp.RankError as error:
+            waits = "the ranks wait for each other, or for what nobody sends:"
+            timed_out = "Timeout" in type(error).__name__
+            _launched[key] = Wrong(f"{waits}\n{error}") if timed_out else error
+    if isinstance(_launched[key], Exception):
+        raise _launched[key]
+    return _launched[key]
 
 
 # The ring.
