@@ -322,6 +322,15 @@ def read_figure(rows, width):
     }
     ### END SOLUTION
 
+# %% [markdown] name="use-read-figure-text"
+# Here your function reads the figure above, which is 26 columns wide. Each rank has three pairs and
+# two idle columns, in all 8 of 4 × 26, which is the bubble of 7.7 % in its title.
+
+# %% name="use-read-figure"
+table = mp.build("dualpipe", ranks=4, microbatches=8)
+for what, found in read_figure([[str(a) for a in row] for row in table.rows], 26).items():
+    print(f"{what:7} {found}")
+
 # %% [markdown] name="overlap-text"
 # ## What a pair is good for
 #

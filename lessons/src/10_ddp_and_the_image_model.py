@@ -123,6 +123,16 @@ def ring_all_reduce(vector):
     return torch.cat(pieces)
     ### END SOLUTION
 
+# %% [markdown] name="use-ring-text"
+# Your ring at work, with the numbers of the table:
+
+# %% name="use-ring"
+def with_ring(rank):
+    print(ring_all_reduce(torch.tensor([1.0, 2.0, 3.0]) * 10**rank).tolist())
+
+
+_ = mp.launch(with_ring, ranks=3)
+
 # %% [markdown] name="ring-figure-text"
 # ## What the busiest rank sends
 #
