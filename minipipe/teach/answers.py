@@ -13,16 +13,17 @@ import importlib.util
 import json
 import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache, wraps
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 from unittest import mock
 
 import cloudpickle
 
 from minipipe.schedule import Schedule
+from minipipe.schedules import SCHEDULES
 from minipipe.teach.course import Course, Task
 
 # Never part of an answer: torch's own pipelining, and the lessons' solutions.
@@ -34,7 +35,7 @@ class Forbidden(AssertionError):
     """An answer used what would do the task for it."""
 
 
-def load(path: Path, task: Task, name: str = "answer", text: str | None = None) -> ModuleType:
+def load(path: Path, name: str = "answer", text: str | None = None) -> ModuleType:
     """Run an answer's file, or its text, as the module `answer`, as the cell of a notebook runs."""
     module = ModuleType(name)
     module.__file__ = str(path)
@@ -122,14 +123,35 @@ def refused(task: Task) -> Iterator[None]:
         return real_import(name, globals, locals, fromlist, level)
 
     with contextlib.ExitStack() as stack:
+        guards = {}
         for name in dict.fromkeys(name for name in names if ":" in name):
             module, _, attribute = name.partition(":")
             if importlib.util.find_spec(module):
                 owner = importlib.import_module(module)
                 value = getattr(owner, attribute)
-                stack.enter_context(mock.patch.object(owner, attribute, _guarded(value, name)))
+                guards[id(value)] = _guarded(value, name)
+                stack.enter_context(mock.patch.object(owner, attribute, guards[id(value)]))
+        for owner, attribute, value in _aliases(guards.keys(), modules):
+            guard = guards.get(id(value)) or _guarded(value, f"{owner.__name__}:{attribute}")
+            stack.enter_context(mock.patch.object(owner, attribute, guard))
+        by_name = {n: guards[id(make)] for n, make in SCHEDULES.items() if id(make) in guards}
+        stack.enter_context(mock.patch.dict(SCHEDULES, by_name))
         stack.enter_context(mock.patch.object(builtins, "__import__", import_))
         yield
+
+
+def _aliases(wanted: Collection[int], modules: set[str]) -> list[tuple[ModuleType, str, Any]]:
+    """(module, name, function) of each function of the package, under whatever name a module of it
+    has it, that is one of the wanted ones (by id) or defined in one of the modules."""
+    return [
+        (module, attribute, value)
+        for name, module in [*sys.modules.items()]
+        if name.partition(".")[0] == "minipipe" and not name.startswith("minipipe.teach")
+        and name not in modules
+        for attribute, value in [*vars(module).items()]
+        if isinstance(value, FunctionType)
+        and (id(value) in wanted or value.__module__ in modules)
+    ]  # fmt: skip
 
 
 def _is_answer(module: str | None) -> bool:

@@ -75,12 +75,12 @@ def answer_module(request: pytest.FixtureRequest, course: Course):
     """The module that the answer's cell makes."""
     task = course.task(_task_of(request))
     if judging:
-        yield answers.load(judging.answer, task, text=judging.text)
+        yield answers.load(judging.answer, text=judging.text)
     elif course.is_release:
         if not course.answer_file(task).exists():
             raise NotImplementedError(f"{task.id} is not written yet")
         with answers.refused(task):
-            yield answers.load(course.answer_file(task), task)
+            yield answers.load(course.answer_file(task))
     else:
         with answers.refused(task):
             yield answers.solution(course, task)
