@@ -48,13 +48,17 @@ def grade(
         refuse(str(error))
     with _progress(len(grade.latest(handed_in)[0]) * len(tasks)) as told:
         report = grade.grade(of, handed_in, tasks, out, seed=grade.SEED if seed is None else seed,
-                             jobs=jobs or os.cpu_count() or 1, resume=resume, roster=students,
-                             told=told)  # fmt: skip
+                             jobs=jobs or _cores(), resume=resume, roster=students, told=told)
     if as_json:
         print_json(report | {"out": str(out)})
     else:
         typer.echo(f"{len(report['submissions'])} submissions, seed {report['seed']}: "
                    f"{out / 'summary.md'}, {out / 'grades.csv'}")  # fmt: skip
+
+
+def _cores() -> int:
+    own = getattr(os, "sched_getaffinity", None)  # of those of the machine
+    return len(own(0)) if own else os.cpu_count() or 1
 
 
 def _own_course(paths: list[Path]) -> Course:

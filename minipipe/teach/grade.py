@@ -101,15 +101,18 @@ def _pool(course: Course, jobs: int) -> Iterator[Callable[..., Future]]:
         """What a worker that was killed has left to this process."""
         own = known | {worker.process.pid for worker in workers if worker.process}
         found = [child for child in psutil.Process().children() if child.pid not in own]
-        return [each for child in found for each in (child, *child.children(recursive=True))]
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            found += [each for child in found for each in child.children(recursive=True)]
+        return found
 
     def judged(task: Task, text: str, seed: int) -> dict[str, Any]:
         worker = free.get()
         try:
             return worker.ask(task, text, seed)
         finally:
-            with _starting, contextlib.suppress(psutil.Error):
-                kill_all(orphans)
+            if not worker.process:  # it failed
+                with _starting:
+                    kill_all(orphans)
             free.put(worker)
 
     adopt_orphans()

@@ -38,7 +38,7 @@ MOST_OUTPUT = 20_000  # characters of an answer's output that are kept
 MOST_PROCESSES = 48  # that an answer may have at once, its ranks among them
 MOST_MEMORY = 8 << 30  # bytes of data a process may have
 # What a child finds imported already.
-PRELOADED = ("pytest", "jupytext", "minipipe", "minipipe.pipeline", "minipipe.plot",
+PRELOADED = ("pytest", "minipipe", "minipipe.pipeline", "minipipe.plot",
              "matplotlib.backends.backend_agg", "minipipe.teach.plugin", "minipipe.teach.judge",
              "minipipe.teach.pictures", "minipipe.teach.sources")  # fmt: skip
 LONGEST_MESSAGE = 16 << 20  # bytes; longer ones are no message of a test
@@ -72,7 +72,7 @@ class TaskResult:
 
 
 def judge(course: Course, task: Task, answer: Path | None, seed: int = 0,
-          watch: Callable[[], str] = str) -> TaskResult:  # fmt: skip
+          watch: Callable[[], str] = lambda: "") -> TaskResult:  # fmt: skip
     """Run the task's tests on the answer's file in a child process, and say what it scored.
 
     seed: 0 for the tests a student sees, any other adds hidden cases of the same tests. watch: is

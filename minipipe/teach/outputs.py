@@ -58,7 +58,8 @@ def _write(path: Path, text: str) -> None:
 
 def folder_name(name: str) -> str:
     """A name as that of a folder: no separators, and not hidden."""
-    plain = re.sub(r"[^\w.,'@()+ -]", "_", name).strip(". ")[:100]
+    plain = re.sub(r"[^\w.,'@()+ -]", "_", name).strip(". ")[:50]
+    plain = plain.replace("grades.csv", "grades").replace("summary.md", "summary")
     mark = hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:6]
     return plain if plain == name else f"{plain}-{mark}"  # no two names are one folder
 

@@ -172,7 +172,7 @@ def read(path: Path, course: Course, roster: dict[str, Student]) -> Submission:
     student = roster.get(folder)
     if student:
         submission.name, submission.email = student.name, student.email
-    newest = max((e.time for e in entries), default=path.stat().st_mtime)
+    newest = max((e.time for e in entries), default=path.lstat().st_mtime)
     given = student and student.submitted
     submission.submitted = newest if given is None else given
     return submission
@@ -202,6 +202,8 @@ def _reader(path: Path) -> Callable[[int], bytes]:
 
 
 def _file(path: Path) -> Iterator[_Entry]:
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise CourseError("it is no plain file")
     if path.suffix in (".py", ".ipynb"):
         yield _Entry(PurePosixPath(path.name), path.stat().st_mtime, _reader(path))
         return

@@ -5,6 +5,7 @@ import html.parser
 import io
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -106,8 +107,10 @@ def notebooks_and_zips(base):
     with zipfile.ZipFile(base / "linked.zip", "w") as archive:
         archive.writestr(link, "/etc/passwd")
     (base / "broken.zip").write_bytes(b"PK\3\4 no zip")
-    return {"notebook": (10, "passed"), "zipped": (10, "passed"), "linked": (0, "error"),
-            "broken": (0, "missing")}  # fmt: skip
+    (base / "summary.md.zip").symlink_to(base / "nowhere")
+    os.mkfifo(base / "pipe.zip")
+    none = dict.fromkeys(["broken", "summary.md", "pipe"], (0, "missing"))
+    return {"notebook": (10, "passed"), "zipped": (10, "passed"), "linked": (0, "error"), **none}
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +146,7 @@ def result_of(graded, name, task="1.1"):
 
 NAMES = [*(name for name in (*ANSWERS, *TALKS) if name != "right"), "Ana <Nguyễn>", "link", "fifo",
          "folder", "latin", "empty", "huge", "mark", "nothing", "conftest", "edited test",
-         "notebook", "zipped", "linked", "broken"]  # fmt: skip
+         "notebook", "zipped", "linked", "broken", "summary.md", "pipe"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -295,17 +298,18 @@ def test_summary_is_a_table(graded):
 
 
 def test_one_task_again(graded, tmp_path):
-    folder = tmp_path / "right talk"
+    """Other tasks keep their results, also where the answers would now be wrong."""
+    folder, out = tmp_path / "right talk", tmp_path / "out"
+    shutil.copytree(graded.out / "right talk", out / "right talk")
     hand_in(folder, RIGHT)
     hand_in(folder, TALKS["deadlock"][0], "01_2")
-    (tmp_path / "out").mkdir()
-    for task, points in [("1.1", {"1.1": 10}), ("1.2", {"1.1": 10, "1.2": 0})]:
-        said = run(folder, "--out", tmp_path / "out", "--course", graded.course.root, "--task",
-                   task, "--seed", "7", "--json", cwd=tmp_path)  # fmt: skip
-        report = json.loads(said.stdout)
-        assert [s["tasks"] for s in report["submissions"]] == [points] and report["seed"] == 7
-    rows = list(csv.DictReader(io.StringIO((tmp_path / "out" / "grades.csv").read_text())))
-    row = {"name": "right talk", "1.1": "10.0", "1.2": "0.0"}
+    said = run(folder, "--out", out, "--course", graded.course.root, "--task", "1.1", "--seed", "7",
+               "--json", cwd=tmp_path)  # fmt: skip
+    report = json.loads(said.stdout)
+    assert [s["tasks"] for s in report["submissions"]] == [{"1.1": 10, "1.2": 5}]
+    assert report["seed"] == 7 and "seed 7" in (out / "summary.md").read_text()
+    rows = list(csv.DictReader(io.StringIO((out / "grades.csv").read_text())))
+    row = {"name": "right talk", "1.1": "10.0", "1.2": "5.0"}
     assert [{key: each[key] for key in row} for each in rows] == [row]
 
 
