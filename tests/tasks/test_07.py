@@ -63,9 +63,16 @@ def made(answer, right, p, groups, v):
 
 @part("7.2", "right order", 60)
 def test_order(answer, right, sizes):
-    """Legal, on looped stages."""
+    """Legal, on looped stages, and 1F1B: who has forwards left after the longest warm-up that is of
+    use does some after the first backward."""
     for p, groups, v in sizes(*LOOPS):
-        made(answer, right, p, groups, v)
+        rows, m, case, shown = made(answer, right, p, groups, v)
+        for rank, row in enumerate(rows.rows):
+            kinds = "".join(action.kind for action in row)
+            enough = (v - 1) * p + 2 * (p - 1 - rank) + 1 < m * v
+            if enough and "F" not in kinds[kinds.index("B") :]:
+                reason = f"rank {rank} does all its forwards before its first backward"
+                raise wrong_table(reason, case, rows, shown)
 
 
 @part("7.2", "within memory", 20)
