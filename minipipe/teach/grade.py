@@ -53,26 +53,22 @@ class _Worker:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, cwd=self.folder,
                 env=os.environ | own, encoding="utf-8", start_new_session=True)  # fmt: skip
 
-    def ask(self, task: Task, text: str, seed: int) -> dict[str, Any]:
-        """A task's result; of status "error" where the worker failed twice."""
+    def ask(self, task: Task, text: str, seed: int) -> dict[str, Any] | None:
+        """A task's result; None where the worker died or had to be killed."""
         answer = self.folder / task.file_name
         answer.write_bytes(text.encode("utf-8", "replace"))
         job = json.dumps({"task": task.id, "answer": str(answer), "seed": seed})
-        for _ in range(2):
-            if self.closed:
-                break
-            if not self.process:
-                self.start()
-            timer = threading.Timer(STARTING + task.limit + SLACK, self.process.kill)
-            timer.start()
-            with contextlib.suppress(OSError, ValueError):  # it has died
-                print(job, file=self.process.stdin, flush=True)
-                result = json.loads(self.process.stdout.readline())
-                timer.cancel()
-                return result
+        if not self.process:
+            self.start()
+        timer = threading.Timer(STARTING + task.limit + SLACK, self.process.kill)
+        timer.start()
+        try:
+            print(job, file=self.process.stdin, flush=True)
+            return json.loads(self.process.stdout.readline())
+        except (OSError, ValueError):
+            return None
+        finally:
             timer.cancel()
-            self.end()
-        return _unjudged(task, "error", "the process that judges it was ended, twice")
 
     def end(self) -> None:
         """End the process and all below it."""
@@ -108,11 +104,14 @@ def _pool(course: Course, jobs: int) -> Iterator[Callable[..., Future]]:
     def judged(task: Task, text: str, seed: int) -> dict[str, Any]:
         worker = free.get()
         try:
-            return worker.ask(task, text, seed)
-        finally:
-            if not worker.process:  # it failed
+            for _ in range(2):
+                if not worker.closed and (result := worker.ask(task, text, seed)):
+                    return result
+                worker.end()
                 with _starting:
                     kill_all(orphans)
+            return _unjudged(task, "error", "the process that judges it was ended, twice")
+        finally:
             free.put(worker)
 
     adopt_orphans()

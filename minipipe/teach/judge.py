@@ -149,7 +149,8 @@ class _Child:
         if method == "forkserver":
             _preload()
             multiprocessing.forkserver.ensure_running()
-            server = multiprocessing.forkserver._forkserver._forkserver_address
+            ours = multiprocessing.forkserver._forkserver
+            server = ours._forkserver_address, getattr(ours, "_forkserver_authkey", None)
         with contextlib.suppress(CourseError):  # a release has no solutions
             answers.solution_text(course, task.id)  # here, not in each child
         texts = {key: text for key, text in answers.texts.items() if key[1] == task.id}
@@ -277,7 +278,7 @@ def _be_child(link, out, nonce, stack, course, task_id, answer, seed, texts, ser
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, open(stack, "w"), all_threads=False)  # noqa: SIM115
     if server:
-        _share_fork_server(server)
+        _share_fork_server(*server)
     for name in [n for n in os.environ if n.startswith("PYTEST_")]:
         del os.environ[name]
     os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
@@ -331,8 +332,9 @@ def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (256 << 20, 256 << 20))
 
 
-def _share_fork_server(address: str) -> None:
+def _share_fork_server(address: str, key: bytes | None) -> None:
     """Let ranks that the tests start come from the parent's fork server, which has torch."""
     server = multiprocessing.forkserver._forkserver
     server._forkserver_address = address
+    server._forkserver_authkey = key  # from Python 3.14 on
     server.ensure_running = lambda: None

@@ -136,7 +136,7 @@ def expand(paths: Iterable[Path], roster: dict[str, Student], out: Path) -> list
 def _expand(path: Path, roster: dict[str, Student]) -> list[Path]:
     if not path.is_dir() or path.name in roster or _holds_answers(path):
         return [path]
-    inside = sorted(each for each in path.iterdir() if not each.name.startswith((".", "__")) and (
+    inside = sorted(each for each in path.iterdir() if not _is_hidden(each.name) and (
         each.suffix.lower() == ".zip" or (each.is_dir() and not each.is_symlink())))  # fmt: skip
     notebooks = any(path.glob("*.ipynb")) and not any(map(_is_submission, inside))
     alone = len(inside) == 1 and inside[0].is_dir() and inside[0].name not in roster
@@ -162,10 +162,10 @@ def read(path: Path, course: Course, roster: dict[str, Student]) -> Submission:
             if len(entries) == MOST_FILES:
                 submission.notes.append(f"only its first {MOST_FILES} files were looked at")
                 break
-            entries.append(entry)
+            if not any(_is_hidden(part) for part in entry.path.parts):
+                entries.append(entry)
     except _UNREADABLE as error:
         submission.notes.append(f"{path.name} can't be read: {error}")
-    entries = [e for e in entries if not any(p.startswith((".", "__")) for p in e.path.parts)]
     entries.sort(key=lambda e: (len(e.path.parts), str(e.path)))
     _take_files(submission, course, entries)
     _take_cells(submission, course, [e for e in entries if e.path.suffix == ".ipynb"])
@@ -178,8 +178,15 @@ def read(path: Path, course: Course, roster: dict[str, Student]) -> Submission:
     return submission
 
 
+def _is_hidden(name: str) -> bool:
+    """.git, .venv, __MACOSX, and the like."""
+    return name.startswith((".", "__")) and name != ".."
+
+
 def _folder(root: Path) -> Iterator[_Entry]:
     for directory, folders, files in os.walk(root):  # follows no links
+        folders[:] = sorted((f for f in folders if not _is_hidden(f)),
+                            key=lambda folder: (folder != "answers", folder))  # fmt: skip
         for name in sorted([*folders, *files]):
             path = Path(directory, name)
             mode = path.lstat().st_mode
