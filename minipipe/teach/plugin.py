@@ -115,7 +115,7 @@ def sizes(rng: random.Random):
     def choose(*cases: tuple[int, ...], only=lambda *_: True) -> list[tuple[int, ...]]:
         hidden: list[tuple[int, ...]] = []
         if judging and judging.seed:
-            columns = [(min(column), max(column) + 1) for column in zip(*cases, strict=True)]
+            columns = [(min(column), max(column)) for column in zip(*cases, strict=True)]
             for _ in range(200):
                 case = tuple(rng.randint(*ends) for ends in columns)
                 if only(*case) and case not in cases and case not in hidden:
