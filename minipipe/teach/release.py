@@ -160,7 +160,7 @@ def _assigned(task: Task) -> str:
         return _calls("assigned", f'return assigned("{task.id}", arguments)')
     module, _, function = task.meanwhile.partition(":")
     return (f"    from {module} import {function}\n"
-            + _calls("assigned", f'return assigned("{task.id}", arguments, {function})'))  # fmt: skip
+            + _calls("assigned", f'return assigned("{task.id}", arguments, {function})'))
 
 
 def _calls(name: str, line: str) -> str:

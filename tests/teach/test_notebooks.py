@@ -87,8 +87,8 @@ def test_blanks(tmp_path):
     path.write_text(SOURCE)
     question, one, two = sources.read_cells(path)
     assert (question.kind, question.text) == ("markdown", "Why?")
-    assert sources.starter(one.text, one.task).endswith(
-        '"""Twice the value."""\n    raise NotImplementedError("6.1 is not written yet")')  # fmt: skip
+    blank = '"""Twice the value."""\n    raise NotImplementedError("6.1 is not written yet")'
+    assert sources.starter(one.text, one.task).endswith(blank)
     assert sources.solution(one.text).endswith("    return 2 * value")
     given = sources.starter(two.text, "")
     assert "def gpipe(ranks: int, microbatches: int" in given
@@ -110,7 +110,7 @@ def test_a_cell_needs_a_name_of_its_own(tmp_path, text):
 
 
 def test_pieces_of_a_page_keep_code_and_give_prose_an_id():
-    page = "# Top\n\nOne\nline.\n\n<!-- run -->\n```\ncode\n\nmore\n```\nTwo.\n\n## Next, please\nx\n"
+    page = "# Top\n\nOne\nline.\n\n<!-- run -->\n```\ncode\n\nmore\n```\nTwo.\n\n## Next, please\n"
     found = list(notebooks.pieces(page))
     assert "".join(text for _, text in found) == page
     assert [name for name, _ in found if name] == ["top-1", "top-2", "top-3", "next-please-1"]
