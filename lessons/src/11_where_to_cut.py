@@ -191,7 +191,8 @@ reveal(my_guess, 100 * head / block, "%", within=5)
 #
 # - The **last** stage has the head. With 8 blocks it would need 8.66 block times, and set the pace
 #   for all. With 7 it needs 7.66.
-# - The **first** stage has the embedding. Looking up rows costs hardly any time. But the table needs
+# - The **first** stage has the embedding. Looking up rows costs hardly any time. But the table
+#   needs
 #   memory, as much as two thirds of a block, and the first stage also keeps the most micro-batches
 #   (lesson 6). There the missing block makes *room*.
 #
@@ -352,7 +353,7 @@ def draw_idle():
 draw_idle()
 
 # %% [markdown] name="idle-read"
-# ![The bubble of equal stages goes to 0, of uneven ones to 25 and to 50 percent](figures/11-idle.png)
+# ![The bubble: equal stages to 0, uneven ones to 25 and 50 percent](figures/11-idle.png)
 #
 # With equal stages more micro-batches make the bubble as small as you like. With uneven ones it
 # stays above 1 − average / largest: 25 % for stages of 2, 3, 3 and 4, and 50 % for 2, 2, 2 and 6.
@@ -398,7 +399,8 @@ run_both()
 #
 # - The slowest stage sets the pace. More micro-batches don't help against it.
 # - Layers have to be measured. Their number, and the number of their parameters, can mislead.
-# - The best cut of a row of layers is found by dynamic programming, or by asking which pace suffices.
+# - The best cut of a row of layers is found by dynamic programming, or by asking which pace
+#   suffices.
 # - Embedding and head belong to the ends of the model. Llama 3 takes one block away from each end:
 #   for time at the head, for room at the embedding.
 # - Among cuts with the same pace the schedule decides: with 1F1B a fast last stage saves time.
