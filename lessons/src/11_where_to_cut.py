@@ -192,9 +192,8 @@ reveal(my_guess, 100 * head / block, "%", within=5)
 # - The **last** stage has the head. With 8 blocks it would need 8.66 block times, and set the pace
 #   for all. With 7 it needs 7.66.
 # - The **first** stage has the embedding. Looking up rows costs hardly any time. But the table
-#   needs
-#   memory, as much as two thirds of a block, and the first stage also keeps the most micro-batches
-#   (lesson 6). There the missing block makes *room*.
+#   needs memory, as much as two thirds of a block, and the first stage also keeps the most
+#   micro-batches (lesson 6). There the missing block makes *room*.
 #
 # ## Same pace, not same time
 #
@@ -387,9 +386,10 @@ def run_both():
     for name, cuts, stages in (("counted", [3, 3, 3, 3], [2, 3, 3, 4]),
                                ("balanced", [4, 3, 3, 2], [3, 3, 3, 3])):  # fmt: skip
         predicted, measured = mp.launch(train, schedule, cuts, stages, ranks=4, output=False)[0]
-        print(f"{name:8} stages {stages}: predicted {1e3 * predicted.makespan:.0f} ms, bubble "
-              f"{float(predicted.bubble.idle_over_total):.1%}; on emulated devices "
-              f"{1e3 * measured.makespan:.0f} ms, {float(measured.bubble.idle_over_total):.1%}")
+        print(f"{name}, stages {stages}")
+        for origin, t in (("predicted", predicted), ("emulated devices", measured)):
+            bubble = float(t.bubble.idle_over_total)
+            print(f"  {origin:16} {1e3 * t.makespan:.0f} ms, bubble (idle / total) {bubble:.1%}")
 
 
 run_both()
