@@ -63,7 +63,6 @@ reveal(my_guess, 100 * (391 / 201 - 1), "%", within=3)
 from functools import cache
 
 import torch
-from matplotlib.figure import Figure
 
 from minipipe.models.resnet import resnet18
 from minipipe.partition import measure_costs
@@ -77,7 +76,7 @@ def measured_costs():
 
 
 def draw_costs(names, milliseconds):
-    figure = Figure(figsize=(10, 3.5), layout="constrained")
+    figure = mp.plot.Picture(figsize=(10, 3.5), layout="constrained")
     axes = figure.add_subplot()
     axes.bar(range(len(names)), milliseconds)
     axes.set_xticks(range(len(names)), names, rotation=60)
@@ -329,7 +328,7 @@ def uneven_gpipe(forward, backward, microbatches):
 
 # %% name="idle-figure" picture="11-idle"
 def draw_idle():
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = mp.plot.Picture(figsize=(10, 4), layout="constrained")
     axes = figure.add_subplot()
     counts = [1, 2, 4, 8, 16, 32, 64, 128]
     for name, stages in (("stages 3, 3, 3, 3", [3, 3, 3, 3]), ("stages 2, 3, 3, 4", [2, 3, 3, 4]),

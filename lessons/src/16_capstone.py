@@ -179,8 +179,8 @@ machine()
 # - *Legal*: `mp.Schedule.parse` and `mp.check` raise no `mp.ScheduleError`.
 # - *Complete*: it has `microbatches` micro-batches, as many stages as `costs.forward` is long, and
 #   is not `forward_only`. A `Schedule` knows all three.
-# - *Over lower bound* is the makespan − `mp.lower_bound(table, costs, limit)`: the bound of the same
-#   actions, in that room.
+# - *Over lower bound* is the makespan − `mp.lower_bound(table, costs, limit)`: the bound of the
+#   same actions, in that room.
 # - Those that fit come first, by makespan. Then the too large ones, by makespan. Then the rest.
 #   Where that is equal, the order of the entries stays.
 
@@ -381,14 +381,11 @@ show_rule()
 # ## The leaderboard
 
 # %% name="leaderboard-figure" picture="16-leaderboard"
-from matplotlib.figure import Figure
-
-
 def draw_board():
     rule = str(mp.Schedule(design(costs, room, 8)))
     board = leaderboard({**entries(), "rule": rule}, costs, room, 8)[::-1]
     bound = min(makespan - above for _, _, makespan, above in board if above is not None)
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = mp.plot.Picture(figsize=(10, 4), layout="constrained")
     axes = figure.add_subplot()
     for name, verdict, makespan, _ in board:
         fits = verdict == "fits"
