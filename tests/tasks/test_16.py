@@ -203,7 +203,7 @@ def by_one_process():
     losses = []
     for _ in range(STEPS):
         loss = nn.functional.mse_loss(model(x), y)
-        losses.append(float(loss))
+        losses.append(loss.item())
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
