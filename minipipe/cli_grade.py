@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated
 
 import typer
 
 from minipipe.cli import Json, app, print_json, refuse
+from minipipe.cli_teach import numbers
 from minipipe.teach.course import Course, CourseError, Task, find_course
 
 
@@ -44,15 +46,22 @@ def grade(
         of = Course(course) if course else _own_course(paths)
         tasks = _tasks(of, task, lessons)
         handed_in = [submissions.read(path, of, students) for path in paths]
+        _ready(out)
     except CourseError as error:
         refuse(str(error))
     with _progress(len(grade.latest(handed_in)[0]) * len(tasks)) as told:
-        report = grade.grade(of, handed_in, tasks, out, seed=grade.SEED if seed is None else seed,
-                             jobs=jobs or _cores(), resume=resume, roster=students, told=told)
+        try:
+            report = grade.grade(of, handed_in, tasks, out, roster=students, resume=resume,
+                                 seed=grade.SEED if seed is None else seed, jobs=jobs or _cores(),
+                                 told=told)  # fmt: skip
+        except KeyboardInterrupt:
+            typer.echo("interrupted: the same command with --resume grades the rest", err=True)
+            raise
     if as_json:
         print_json(report | {"out": str(out)})
     else:
-        typer.echo(f"{len(report['submissions'])} submissions, seed {report['seed']}: "
+        count = len(report["submissions"])
+        typer.echo(f"{count} submission{'s' * (count != 1)}, seed {report['seed']}: "
                    f"{out / 'summary.md'}, {out / 'grades.csv'}")  # fmt: skip
 
 
@@ -73,20 +82,27 @@ def _own_course(paths: list[Path]) -> Course:
 
 
 def _tasks(course: Course, task: str | None, lessons: str | None) -> list[Task]:
-    if task:
+    if task is not None and lessons is not None:
+        raise CourseError("--task and --lessons: give one of them")
+    if task is not None:
         return [course.task(task)]
-    if not lessons:
+    if lessons is None:
         return [*course.tasks.values()]
-    wanted: set[int] = set()
-    for span in lessons.replace(" ", "").split(","):
-        first, _, last = span.partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal():
-            raise CourseError(f"--lessons {lessons} is not such as 1-6 or 1,3,5-7")
-        wanted.update(range(int(first), int(last or first) + 1))
+    wanted = numbers(lessons, course)
     tasks = [task for task in course.tasks.values() if task.lesson in wanted]
     if not tasks:
         raise CourseError(f"there are no tasks in lessons {lessons}")
     return tasks
+
+
+def _ready(out: Path) -> None:
+    """Make the folder for the results; CourseError, before anything is graded, if it can't be."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise CourseError(f"--out {out}: {(error.strerror or str(error)).lower()}") from None
 
 
 @contextmanager

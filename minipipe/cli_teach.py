@@ -16,9 +16,11 @@ TaskName = Annotated[str, typer.Argument(metavar="TASK", help="Such as 6.1.")]
 
 def course_here() -> Course:
     try:
-        return find_course()
+        course = find_course()
+        _ = course.lessons  # that they can be read
     except CourseError as error:
         raise typer.BadParameter(str(error)) from None
+    return course
 
 
 def task_named(course: Course, name: str) -> Task:
@@ -127,6 +129,9 @@ def lessons(
     course = course_here()
     if course.is_release:
         raise typer.BadParameter("this is a student's tree: it has no sources of lessons")
+    if unknown := [str(number) for number in only or [] if number not in course.lessons]:
+        raise typer.BadParameter(f"no lesson {', '.join(unknown)}; there are "
+                                 f"{', '.join(map(str, course.lessons))}")  # fmt: skip
     try:
         import nbformat
 
@@ -162,8 +167,8 @@ def lessons(
 @app.command()
 def release(
     out: Annotated[Path, typer.Option(help="A new or empty folder.")],
-    lessons: Annotated[str, typer.Option(metavar="1-6", help="Lessons that are assigned, such as "
-                                         "1-6 or 1,3; all by default.")] = "",
+    lessons: Annotated[str | None, typer.Option(metavar="1-6", help="Lessons that are assigned, "
+                                                "such as 1-6 or 1,3; all by default.")] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Write the tree that students get: no solutions, no sources, the assigned functions blank."""
@@ -171,7 +176,7 @@ def release(
 
     course = course_here()
     try:
-        chosen = numbers(lessons) if lessons else None
+        chosen = None if lessons is None else numbers(lessons, course)
         files = made.release(course, out, chosen)
     except CourseError as error:
         raise typer.BadParameter(str(error)) from None
@@ -183,12 +188,18 @@ def release(
                f"{', '.join(map(str, chosen or course.lessons))}")  # fmt: skip
 
 
-def numbers(text: str) -> list[int]:
-    """The lessons of `1-6` or `1,3-5`."""
+def numbers(text: str, course: Course) -> list[int]:
+    """The lessons of `1-6` or `1,3-5`; of a span those that there are, from its first to its last.
+    """
     found: set[int] = set()
     for piece in text.split(","):
         first, dash, last = (part.strip() for part in piece.partition("-"))
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise CourseError(f"lessons {text!r}: write 1-6 or 1,3")
-        found |= set(range(int(first), int(last if dash else first) + 1))
+        ends = [first, last] if dash else [first]
+        if not all(end.isdecimal() for end in ends) or int(ends[0]) > int(ends[-1]):
+            raise CourseError(f"--lessons {text!r} is not such as 1-6 or 1,3")
+        for number in map(int, ends):
+            if number not in course.lessons:
+                raise CourseError(f"no lesson {number}; there are "
+                                  f"{', '.join(map(str, course.lessons))}")  # fmt: skip
+        found |= {n for n in course.lessons if int(ends[0]) <= n <= int(ends[-1])}
     return sorted(found)

@@ -143,7 +143,7 @@ def gradescope(record: dict[str, Any]) -> dict[str, Any]:
 
 
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:50rem;margin:auto;padding:1rem}
-pre{overflow-x:auto;background:#f4f4f4;padding:.6rem;font-size:.85rem}img{max-width:100%}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#f4f4f4;padding:.6rem;font-size:.85rem}img{max-width:100%}
 section{border-top:1px solid #bbb}.good{color:#060}.bad{color:#a00}ul{list-style:none;padding:0}"""
 
 
@@ -216,7 +216,9 @@ def _harmless(text: str) -> str:
 
 def summary(report: dict[str, Any], records: dict[str, dict], course: Course) -> str:
     """Markdown for a CI's page: students by lessons, and the tasks that most students lack."""
-    lessons = [number for number, lesson in course.lessons.items() if lesson.tasks]
+    graded = {result["task"] for record in records.values() for result in record["tasks"]}
+    lessons = [number for number, lesson in course.lessons.items()
+               if any(task.id in graded for task in lesson.tasks)]  # fmt: skip
     most = max((record["max_points"] for record in records.values()), default=0)
     lines = ["# Grades", "", f"{len(records)} submissions, {most:g} points; minipipe "
              f"{report['minipipe']}, seed {report['seed']}, tests {report['tests'][:12]}.", "",
@@ -224,7 +226,7 @@ def summary(report: dict[str, Any], records: dict[str, dict], course: Course) ->
              _row(*["---"] * (2 + len(lessons)))]  # fmt: skip
     for name in sorted(records):
         points = _lessons(records[name], course)
-        lines.append(_row(name, f"{records[name]['points']:g}", *points.values()))
+        lines.append(_row(name, f"{records[name]['points']:g}", *(points[n] for n in lessons)))
     lines += ["", "## Most failed tasks", "", _row("task", "title", "without full points"),
               _row("---", "---", "---")]  # fmt: skip
     all_results = [result for record in records.values() for result in record["tasks"]]

@@ -38,14 +38,14 @@ Windows (PowerShell): `py -m venv .venv; .venv\\Scripts\\python -m pip install -
 
 {lessons}
 
-A cell that begins with `%%task 6.1` is a task: write the function, run the cell, and its tests run.
-The answer is kept in `answers/`; that folder (or your notebooks) is what you hand in.
+A cell that begins with `%%task {task}` is a task: write the function, run the cell, and its tests
+run. The answer is kept in `answers/`; that folder (or your notebooks) is what you hand in.
 
 | command | what it does |
 |---|---|
 | `minipipe status` | which tasks are done, and which is next |
-| `minipipe hint 6.1` | a hint; `--level 2` and `3` say more |
-| `minipipe watch 6.1` | for those who write in an editor: judges the answer whenever it is saved |
+| `minipipe hint {task}` | a hint; `--level 2` and `3` say more |
+| `minipipe watch {task}` | for those who write in an editor: judges an answer when it is saved |
 | `python -m pytest` | all tests of tasks on your answers |
 
 Some functions of minipipe are blank here, because you write them: until a task has passed, what
@@ -82,16 +82,23 @@ def release(course: Course, out: Path, lessons: list[int] | None = None) -> list
     if unknown := [str(n) for n in chosen if n not in course.lessons]:
         raise CourseError(f"no lesson {', '.join(unknown)}; there are "
                           f"{', '.join(map(str, course.lessons))}")  # fmt: skip
+    tasks = [task for number in chosen for task in course.lessons[number].tasks]
+    if not tasks:
+        raise CourseError("these lessons have no task")
+    if any((course.root / name) in out.resolve().parents for name in ("minipipe", "data")):
+        raise CourseError(f"{out} would become a part of the next release: name a folder elsewhere")
+    if out.exists() and not out.is_dir():
+        raise CourseError(f"{out} is no folder")
     if out.exists() and any(out.iterdir()):
         raise CourseError(f"{out} is not empty: name a new folder")
-    tasks = [task for number in chosen for task in course.lessons[number].tasks]
     _copy(course, out, chosen)
     blank(out, tasks)
     _store_cases(course, out, tasks)
     listed = "\n".join(f"- lesson {n}: {course.lessons[n].title} ({course.lessons[n].minutes} "
                        "minutes)" for n in chosen)  # fmt: skip
     (out / "README.md").write_text(
-        README.format(title=course.settings["title"], lessons=listed), encoding="utf-8")
+        README.format(title=course.settings["title"], lessons=listed, task=tasks[0].id),
+        encoding="utf-8")  # fmt: skip
     (out / "AGENTS.md").write_text(AGENTS, encoding="utf-8")
     _write_checksums(out)
     return sorted(path for path in out.rglob("*") if path.is_file())

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import stat
+import unicodedata
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -84,10 +85,13 @@ def read_roster(path: Path) -> dict[str, Student]:
     """Folder -> student, from a CSV with the columns folder, name, and perhaps email, submitted."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CourseError(f"{path}: {error}") from None
+    except OSError as error:
+        raise CourseError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise CourseError(f'{path} is not UTF-8 text: save it as "CSV UTF-8"') from None
     head = text.partition("\n")[0]
-    rows = csv.DictReader(io.StringIO(text), delimiter=";" if ";" in head else ",")
+    delimiter = next((each for each in ";\t" if each in head), ",")
+    rows = csv.DictReader(io.StringIO(text), delimiter=delimiter)
     columns = [(name or "").strip().lower() for name in rows.fieldnames or ()]
     rows.fieldnames = columns
     if not {"folder", "name"} <= {*columns}:
@@ -96,7 +100,9 @@ def read_roster(path: Path) -> dict[str, Student]:
     students: dict[str, Student] = {}
     for row in rows:
         where = f"{path}, line {rows.line_num}"
-        values = {k: (v or "").strip() for k, v in row.items() if isinstance(k, str)}
+        values = {k: roster_key(v or "") for k, v in row.items() if isinstance(k, str)}
+        if not any(values.values()):
+            continue
         for needed in ("folder", "name"):
             if not values[needed]:
                 raise CourseError(f"{where}: no {needed}")
@@ -109,6 +115,11 @@ def read_roster(path: Path) -> dict[str, Student]:
         emails[student.name].add(student.email)
     return {folder: s._replace(name=f"{s.name} ({s.email})") if len(emails[s.name]) > 1 else s
             for folder, s in students.items()}  # fmt: skip
+
+
+def roster_key(text: str) -> str:
+    """A folder's name as the roster's: macOS takes accents apart, and a table drops blanks."""
+    return unicodedata.normalize("NFC", text).strip()
 
 
 def _time(text: str, where: str) -> float | None:
@@ -125,8 +136,14 @@ def expand(paths: Iterable[Path], roster: dict[str, Student], out: Path) -> list
     for path in paths:
         if not path.exists():
             raise CourseError(f"there is no {path}")
-        for each in _expand(path.resolve(), roster):
-            if each != out.resolve():
+        target, whole = out.resolve(), path.resolve()
+        if whole == target:
+            raise CourseError(f"--out {out} is what is to be graded: name another folder")
+        for each in _expand(whole, roster):
+            if each != whole and each in target.parents:
+                raise CourseError(f"--out {out} lies in {each.name}, which would be graded as a "
+                                  "submission: name another folder")  # fmt: skip
+            if each != target:
                 found[each] = None
     if not found:
         raise CourseError("no submissions there")
@@ -134,12 +151,12 @@ def expand(paths: Iterable[Path], roster: dict[str, Student], out: Path) -> list
 
 
 def _expand(path: Path, roster: dict[str, Student]) -> list[Path]:
-    if not path.is_dir() or path.name in roster or _holds_answers(path):
+    if not path.is_dir() or roster_key(path.name) in roster or _holds_answers(path):
         return [path]
     inside = sorted(each for each in path.iterdir() if not _is_hidden(each.name) and (
         each.suffix.lower() == ".zip" or (each.is_dir() and not each.is_symlink())))  # fmt: skip
     notebooks = any(path.glob("*.ipynb")) and not any(map(_is_submission, inside))
-    alone = len(inside) == 1 and inside[0].is_dir() and inside[0].name not in roster
+    alone = len(inside) == 1 and inside[0].is_dir() and roster_key(inside[0].name) not in roster
     return [path] if notebooks or alone or not inside else inside
 
 
@@ -154,7 +171,8 @@ def _is_submission(path: Path) -> bool:
 
 def read(path: Path, course: Course, roster: dict[str, Student]) -> Submission:
     """What one submission answers; never raises for anything that is in it."""
-    folder = path.name if path.is_dir() or path.name in roster else path.stem
+    whole = path.is_dir() or roster_key(path.name) in roster
+    folder = path.name if whole else path.stem
     submission = Submission(folder, path, name=folder)
     entries: list[_Entry] = []
     try:
@@ -169,7 +187,7 @@ def read(path: Path, course: Course, roster: dict[str, Student]) -> Submission:
     entries.sort(key=lambda e: (len(e.path.parts), str(e.path)))
     _take_files(submission, course, entries)
     _take_cells(submission, course, [e for e in entries if e.path.suffix == ".ipynb"])
-    student = roster.get(folder)
+    student = roster.get(roster_key(folder))
     if student:
         submission.name, submission.email = student.name, student.email
     newest = max((e.time for e in entries), default=path.lstat().st_mtime)

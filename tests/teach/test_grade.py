@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import time
+import unicodedata
 import zipfile
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -297,6 +298,16 @@ def test_summary_is_a_table(graded):
     assert "seed 1729" in text
 
 
+def test_summary_leaves_out_lessons_that_were_not_graded(graded, tmp_path):
+    course = make_course(tmp_path)
+    (tmp_path / "lessons/tasks/02.toml").write_text(TOML.replace('id = "1.', 'id = "2.'))
+    (record,) = [r for r in graded.records.values() if r["name"] == "wrong"]
+    report = {key: record[key] for key in ("minipipe", "seed", "tests")}
+    report |= {"replaced": [], "unknown": [], "without": []}
+    text = outputs.summary(report, {"wrong": record}, course)
+    assert [*course.lessons] == [1, 2] and "| student | points | lesson 1 |\n" in text
+
+
 def test_one_task_again(graded, tmp_path):
     """Other tasks keep their results, also where the answers would now be wrong."""
     folder, out = tmp_path / "right talk", tmp_path / "out"
@@ -328,8 +339,8 @@ def test_interrupted_and_resumed(graded, tmp_path):
         time.sleep(0.05)
     below = psutil.Process(first.pid).children(recursive=True)
     first.send_signal(signal.SIGINT)
-    first.communicate(timeout=30)
-    assert first.returncode == 130
+    said = first.communicate(timeout=30)[1]
+    assert first.returncode == 130 and b"--resume grades the rest" in said
     psutil.wait_procs(below, timeout=5)
     assert not [p for p in below if p.is_running()]
     done = {path: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
@@ -357,6 +368,9 @@ def test_what_counts_as_a_submission(tmp_path):
     assert len(submissions.expand([tmp_path / "cells"], roster, tmp_path)) == 1
     loose = submissions.expand([*(tmp_path / "cells").iterdir()], roster, tmp_path)
     assert {submissions.read(path, course, roster).name for path in loose} == {"x", "y"}
+    for out, message in [("", "is what is to be graded"), ("ana/graded", "lies in ana, which")]:
+        with pytest.raises(CourseError, match=message):
+            submissions.expand([tmp_path / "all"], roster, tmp_path / "all" / out)
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -372,6 +386,27 @@ def test_roster_errors_name_the_line(tmp_path, text, message):
         submissions.read_roster(tmp_path / "roster.csv")
 
 
+@pytest.mark.parametrize("text", [
+    "\ufefffolder;name\r\nNguyễn;Ánh\r\n;\r\n", "Folder\tName\n Nguyễn \tÁnh\n\n",
+])  # fmt: skip
+def test_roster_as_spreadsheets_and_other_systems_write_it(tmp_path, text):
+    """With ; or tabs, with empty rows, accents apart or not, and blanks around a folder's name."""
+    (tmp_path / "roster.csv").write_text(unicodedata.normalize("NFC", text))
+    roster = submissions.read_roster(tmp_path / "roster.csv")
+    course = make_course(tmp_path / "course")
+    apart = tmp_path / "all" / unicodedata.normalize("NFD", "Nguyễn ")
+    hand_in(apart / "homework", RIGHT)
+    found = submissions.expand([tmp_path / "all"], roster, tmp_path)
+    read = [submissions.read(path, course, roster) for path in found]
+    assert [each.name for each in read] == ["Ánh"] and read[0].answers == {"1.1": RIGHT}
+
+
+def test_roster_that_is_no_text(tmp_path):
+    (tmp_path / "roster.csv").write_bytes("folder,name\na,Lê\n".encode("latin-1"))
+    with pytest.raises(CourseError, match='not UTF-8 text: save it as "CSV UTF-8"'):
+        submissions.read_roster(tmp_path / "roster.csv")
+
+
 def test_students_of_one_name_are_told_apart_by_email(tmp_path):
     (tmp_path / "roster.csv").write_text(
         "folder,name,email\na,Minh,1@x.org\nb,Minh,2@x.org\na2,Minh,1@x.org\n")
@@ -382,13 +417,22 @@ def test_students_of_one_name_are_told_apart_by_email(tmp_path):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["nowhere"], "there is no nowhere"),
     ([".", "--task", "7.7"], "there is no task '7.7'"),
-    ([".", "--lessons", "1-x"], "--lessons 1-x is not such as 1-6"),
-    ([".", "--lessons", "8"], "no tasks in lessons 8"),
+    ([".", "--task", ""], "there is no task ''"),
+    ([".", "--lessons", "1-x"], "--lessons '1-x' is not such as 1-6"),
+    ([".", "--lessons", "1-0"], "--lessons '1-0' is not such as 1-6"),
+    ([".", "--lessons", ""], "--lessons '' is not such as 1-6"),
+    ([".", "--lessons", "8"], "no lesson 8; there are 1"),
+    ([".", "--lessons", "1", "--task", "1.1"], "give one of them"),
+    ([".", "--out", "."], "--out . is what is to be graded"),
+    ([".", "--out", "lessons/course.toml/x"], "--out lessons/course.toml/x: not a directory"),
+    ([".", "--out", "course.txt"], "--out course.txt: file exists"),
     ([".", "--roster", "none.csv"], "none.csv"),
     ([".", "--course", "lessons"], "is not a course"),
 ])  # fmt: skip
 def test_bad_arguments(tmp_path, monkeypatch, arguments, message):
     make_course(tmp_path)
+    for name in ("course.txt", "lessons/course.toml"):
+        (tmp_path / name).write_text("")
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["grade", "--out", "out", "--course", ".", *arguments])
     assert result.exit_code == 2 and message in result.stderr

@@ -7,7 +7,10 @@ import sys
 import textwrap
 
 import pytest
+from typer.testing import CliRunner
 
+from minipipe.cli import app
+from minipipe.cli_teach import numbers
 from minipipe.teach import release as made
 from minipipe.teach import sources
 from minipipe.teach.course import CourseError, find_course
@@ -240,10 +243,45 @@ def test_bad_arguments(tmp_path, tree):
 
     with pytest.raises(CourseError, match="a student's tree already"):
         made.release(Course(tree), tmp_path / "c")
+    with pytest.raises(CourseError, match="no task"):
+        made.release(COURSE, tmp_path / "c", [])
+    with pytest.raises(CourseError, match="is no folder"):
+        made.release(COURSE, tmp_path / "b" / "mine.txt")
+    with pytest.raises(CourseError, match="a part of the next release"):
+        made.release(COURSE, COURSE.root / "minipipe" / "c")
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["release", "--out", "a", "--lessons", ""], "--lessons '' is not such as 1-6"),
+    (["release", "--out", "a", "--lessons", "4-1"], "--lessons '4-1' is not such as 1-6"),
+    (["release", "--out", "a", "--lessons", "1,99"], "no lesson 99; there are 1, 2"),
+    (["lessons", "99", "--solutions", "a"], "no lesson 99; there are 1, 2"),
+])  # fmt: skip
+def test_a_wrong_command_is_refused_in_a_line(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2 and message in result.stderr and not [*tmp_path.iterdir()]
+
+
+def test_a_span_takes_the_lessons_that_there_are():
+    first, *_, last = COURSE.lessons
+    assert numbers(f"{first}-{last}", COURSE) == [*COURSE.lessons]
+    assert numbers(f"{last}, {first}-2", COURSE) == [1, 2, last]
+
+
+def test_a_lesson_s_toml_with_a_mistake_is_told_in_a_line(tmp_path, monkeypatch):
+    (tmp_path / "lessons" / "tasks").mkdir(parents=True)
+    (tmp_path / "lessons" / "tasks" / "01.toml").write_text("[lesson]\ntitle = \n")
+    monkeypatch.chdir(tmp_path)
+    for name in (["status"], ["hint", "1.1"], ["watch", "--once"], ["lessons"]):
+        result = CliRunner().invoke(app, name)
+        assert result.exit_code == 2 and "01.toml: Invalid value" in result.stderr
 
 
 def test_some_lessons_only(tmp_path):
-    made.release(COURSE, tmp_path / "out", [1, 6])
+    made.release(COURSE, tmp_path / "out", [6])
+    assert "`minipipe hint 6.1`" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert not (tmp_path / "out" / "tests" / "tasks" / "test_07.py").exists()
     one = (tmp_path / "out/minipipe/schedules/one_f_one_b.py").read_text(encoding="utf-8")
     gpipe = (tmp_path / "out/minipipe/schedules/gpipe.py").read_text(encoding="utf-8")
