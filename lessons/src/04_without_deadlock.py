@@ -238,6 +238,9 @@ reveal(my_guess, borders * directions * microbatches, "messages")
 # - From one rank to another messages arrive in the order in which they were sent, and the receives
 #   must name them in that order.
 # - Nobody waits for ever, and nothing is sent that nobody receives.
+#
+# In the tables of this task both ranks of a pair go through their micro-batches in the same order.
+# What if they don't is the next section's question.
 
 # %% name="task-4-2" task="4.2"
 from minipipe.actions import Action

@@ -306,9 +306,11 @@ def expect_named(faults, letters):
         raise Wrong('a dictionary such as {"A": "…", "B": "…"} is asked for, yours is a '
                     f"{type(faults).__name__}")  # fmt: skip
     for letter in "ABCDE":
+        if letter not in faults:
+            raise Wrong(f"program {letter} is missing in your dictionary")
         if faults.get(letter) not in NAMES:
-            raise Wrong(f"program {letter}: {faults.get(letter)!r} is none of the names "
-                        f"{', '.join(NAMES)}")  # fmt: skip
+            raise Wrong(f"program {letter}: {faults.get(letter)!r} is none of the names: "
+                        f"{', '.join(map(repr, NAMES))}")  # fmt: skip
     wrong = sum(sealed(letter, faults[letter]) != RIGHT[letter] for letter in letters)
     if wrong:
         listed = "\n".join(f"  {letter}: {faults[letter]}" for letter in letters)

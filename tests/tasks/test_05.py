@@ -1,6 +1,7 @@
 """Tasks of lesson 5: what is kept, and what is computed again."""
 
 import copy
+import gc
 import math
 import weakref
 
@@ -184,6 +185,21 @@ def test_little(answer):
     mine.backward(0, torch.ones(3, 2))
     expect(spy.graphs, [False, True], "a layer in the middle sees tensors without a graph in "
            "forward, and once again with a graph in backward")  # fmt: skip
+    mine = stage(answer, net(13, 11))
+    mine.forward(0, torch.rand(17, 13))
+    if left((17, 11)):
+        raise Wrong("after forward the stage still keeps its output: only the input and the state "
+                    "of the random numbers are to be kept")  # fmt: skip
+    mine.backward(0, torch.ones(17, 11))
+    if left((17, 13)):
+        raise Wrong("after backward the stage still keeps the micro-batch's input, which nobody "
+                    "needs any more")  # fmt: skip
+
+
+def left(shape):
+    """Whether a tensor of this shape is still alive somewhere."""
+    gc.collect()
+    return any(type(each) is torch.Tensor and each.shape == shape for each in gc.get_objects())
 
 
 # 5.3

@@ -18,12 +18,27 @@ def made(answer, right, p, m):
     return rows, case, shown
 
 
+def one_at_a_time(rows, case, shown):
+    """Wrong where rank 0 of several does its first backward before it begins a second micro-batch:
+    that is the naive order, however little it keeps."""
+    begun = set()
+    for action in rows.rows[0]:
+        if action.kind != "F":
+            break
+        begun.add(action.microbatch)
+    if rows.ranks > 1 and rows.microbatches > 1 and len(begun) < 2:
+        reason = "rank 0 begins no second micro-batch before the first is back, as in naive"
+        raise wrong_table(reason, case, rows, shown)
+
+
 @part("6.1", "right order", 60)
 def test_order(answer, right, sizes):
-    """Legal, and from the first backward on a forward is followed by a backward; with more
-    micro-batches than a rank needs to start, some forwards come after the first backward."""
+    """Legal, and not one micro-batch at a time; from the first backward on a forward is followed
+    by a backward; with more micro-batches than a rank needs to start, some forwards come after the
+    first backward."""
     for p, m in sizes(*CASES):
         rows, case, shown = made(answer, right, p, m)
+        one_at_a_time(rows, case, shown)
         for rank, row in enumerate(rows.rows):
             kinds = "".join(action.kind for action in row)
             if "FF" in kinds[kinds.index("B") :]:
@@ -98,6 +113,8 @@ def clocked(answer, right, limits, m):
     shown = right(limits=limits, microbatches=m)
     rows = table(answer(list(limits), m), case, shown)
     has_all(rows, len(limits), m, "FB", case, shown)
+    if limits[0] > 1:
+        one_at_a_time(rows, case, shown)
     return rows, case, shown
 
 
@@ -113,7 +130,8 @@ ROOM = ((1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 3, 2), (3, 4, 2), (4, 8, 3), (4, 8,
 
 @part("6.3", "right order", 30)
 def test_clock_order(answer, right, sizes):
-    """Legal, and every action once, whatever the limits are."""
+    """Legal, and every action once, whatever the limits are; where rank 0 has room for two, not one
+    micro-batch at a time."""
     for p, m, k in sizes(*ROOM):
         clocked(answer, right, [k] * p, m)
         clocked(answer, right, [p - rank for rank in range(p)], m)

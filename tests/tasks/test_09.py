@@ -1,23 +1,22 @@
 """Tasks of lesson 9: the V placement, copies, DualPipe's figure, overlapped pairs."""
 
 from fractions import Fraction
-from itertools import pairwise
 
 import minipipe as mp
 from minipipe.teach.testing import Wrong, expect, part
 
 
-def zigzag(ranks):
-    """The ranks on a micro-batch's way, stage by stage."""
-    return [*range(ranks), *reversed(range(ranks))]
+def v_table(ranks):
+    """The package's table of one micro-batch on a V."""
+    return mp.build("zb-v", ranks=ranks, microbatches=1)
 
 
 @part("9.1", "the stages of a rank", 50)
 def test_stages(answer, sizes):
     for (ranks,) in sizes((1,), (2,), (3,), (4,), (9,)):
-        way = zigzag(ranks)
+        table = v_table(ranks)
         for rank in range(ranks):
-            held = tuple(stage for stage, place in enumerate(way) if place == rank)
+            held = tuple(table.stages_of(rank))
             expect(answer(rank, ranks), held, f"rank={rank}, ranks={ranks}")
 
 
@@ -27,7 +26,10 @@ def test_messages(answer_module, sizes):
     if messages is None:
         raise Wrong("the cell must define `v_messages` too; it does not")
     for (ranks,) in sizes((1,), (2,), (3,), (4,), (9,)):
-        links = [(a, b) for a, b in pairwise(zigzag(ranks)) if a != b]
+        program = mp.lower(v_table(ranks))
+        sent = [m for rank in range(ranks) for step in program.steps(rank) for m in step.sends
+                if m.kind == "F"]  # fmt: skip
+        links = [(m.source, m.target) for m in sorted(sent, key=lambda m: m.stage)]
         expect(messages(ranks), links, f"ranks={ranks}")
 
 
