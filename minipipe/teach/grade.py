@@ -174,32 +174,38 @@ def grade(course: Course, submissions: list[Submission], tasks: list[Task], out:
              "tests": tests_checksum(course)}  # fmt: skip
     records = outputs.read(out)
     names = {student.name for student in roster.values()}
+    came = {each.name for each in submissions}
     with _pool(course, max(1, min(jobs, len(submissions) * len(tasks)))) as judged:
         if resume:
-            submissions = [s for s in submissions
-                           if not _is_same(records.get(s.name), _marks(about, s), tasks)]
+            done = [s for s in submissions if _is_same(records.get(s.name), about, s, tasks)]
+            submissions = [s for s in submissions if s not in done]
+            for each in (each for each in done for _ in tasks):
+                told(each.name, None)
         owners = {_start(judged, each, task, seed): each for each in submissions for task in tasks}
         results: dict[str, list[dict]] = {each.name: [] for each in submissions}
         for future in as_completed(owners):
             each = owners[future]
-            results[each.name].append(future.result())
+            result = future.result()
+            results[each.name].append(result | {"mark": _mark(about, each, result["task"])})
             told(each.name, None)
             if len(results[each.name]) == len(tasks):
                 record = _record(course, each, _marks(about, each), records.get(each.name),
                                  results[each.name])  # fmt: skip
                 records[each.name] = record
                 outputs.write(out, record)
-                outputs.write_all(out, _report(about, replaced, records, names), records, course)
+                outputs.write_all(out, _report(about, replaced, records, names, came),
+                                  records, course)  # fmt: skip
                 told(each.name, record)
-    report = _report(about, replaced, records, names)
+    report = _report(about, replaced, records, names, came)
     outputs.write_all(out, report, records, course)
     return report
 
 
-def _report(about: dict, replaced: list[str], records: dict[str, dict], names: set) -> dict:
+def _report(about: dict, replaced: list[str], records: dict[str, dict], names: set,
+            came: set) -> dict:  # fmt: skip
     return about | {"submissions": [*map(outputs.brief, records.values())], "replaced": replaced,
                     "unknown": sorted({*records} - names) if names else [],
-                    "without": sorted(names - {*records})}  # fmt: skip
+                    "without": sorted(names - {*records} - came)}  # fmt: skip
 
 
 def _start(judged, submission: Submission, task: Task, seed: int) -> Future:
@@ -213,14 +219,21 @@ def _start(judged, submission: Submission, task: Task, seed: int) -> Future:
 
 
 def _marks(about: dict, submission: Submission) -> dict:
-    """What a result depends on."""
+    """What a record's last grading was of."""
     answers = repr(sorted(submission.answers.items())).encode()
     return about | {"answers": hashlib.sha256(answers).hexdigest()}
 
 
-def _is_same(record: dict | None, marks: dict, tasks: list[Task]) -> bool:
-    return bool(record) and all(record[key] == marks[key] for key in marks) and (
-        {task.id for task in tasks} <= {result["task"] for result in record["tasks"]})  # fmt: skip
+def _mark(about: dict, submission: Submission, id: str) -> str:
+    """A checksum of what a task's result depends on. Of each task, since some of a record's may be
+    from an earlier grading."""
+    what = [about, submission.answers.get(id), submission.faults.get(id)]
+    return hashlib.sha256(repr(what).encode("utf-8", "replace")).hexdigest()
+
+
+def _is_same(record: dict | None, about: dict, submission: Submission, tasks: list[Task]) -> bool:
+    marks = {result["task"]: result.get("mark") for result in record["tasks"]} if record else {}
+    return all(marks.get(task.id) == _mark(about, submission, task.id) for task in tasks)
 
 
 def _record(course: Course, submission: Submission, marks: dict, earlier: dict | None,

@@ -208,7 +208,8 @@ class _Child:
             elif kind == "test":
                 picture = content["picture"]
                 content["picture"] = base64.b64decode(picture) if picture else None
-                content["message"] = _NO_TEXT.sub("\ufffd", content["message"])
+                message = content["message"].replace(f"{self.answer.parent}{os.sep}", "")
+                content["message"] = _NO_TEXT.sub("\ufffd", message)
                 self.tests.append(content)
             elif kind == "end":
                 self.ended = True

@@ -324,6 +324,21 @@ def test_one_task_again(graded, tmp_path):
     assert [{key: each[key] for key in row} for each in rows] == [row]
 
 
+def test_resumed_after_one_task_alone(tmp_path):
+    """What another grading of one task left as it was is graded again where its answer changed."""
+    course = make_course(tmp_path / "course")
+    hand_in(tmp_path / "s", RIGHT)
+    hand_in(tmp_path / "s", "def talk(", "01_2")
+    arguments = [tmp_path / "s", "--out", tmp_path / "out", "--course", course.root, "--seed", "0"]
+    run(*arguments, cwd=tmp_path)
+    hand_in(tmp_path / "s", TALKS["deadlock"][0], "01_2")
+    run(*arguments, "--task", "1.1", cwd=tmp_path)
+    before = outputs.read(tmp_path / "out")["s"]["tasks"][1]
+    run(*arguments, "--resume", cwd=tmp_path)
+    after = outputs.read(tmp_path / "out")["s"]["tasks"][1]
+    assert "SyntaxError" in str(before) and "SyntaxError" not in str(after)
+
+
 def test_interrupted_and_resumed(graded, tmp_path):
     """Ctrl-C leaves what is done and no process; --resume grades only the rest, however a
     submission ends."""
