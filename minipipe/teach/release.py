@@ -92,7 +92,7 @@ def release(course: Course, out: Path, lessons: list[int] | None = None) -> list
     if out.exists() and any(out.iterdir()):
         raise CourseError(f"{out} is not empty: name a new folder")
     _copy(course, out, chosen)
-    blank(out, tasks)
+    blank(out, tasks, [task for task in course.tasks.values() if task not in tasks])
     _store_cases(course, out, tasks)
     listed = "\n".join(f"- lesson {n}: {course.lessons[n].title} ({course.lessons[n].minutes} "
                        "minutes)" for n in chosen)  # fmt: skip
@@ -129,19 +129,27 @@ def _copy_file(root: Path, out: Path, path: Path) -> None:
 # ---- blanks ------------------------------------------------------------------------------------
 
 
-def blank(out: Path, tasks: list[Task]) -> None:
-    """Blank in the tree `out` what the tasks ask for, remove what holds answers, guard the rest."""
+def blank(out: Path, tasks: list[Task], later: list[Task]) -> None:
+    """Blank in the tree `out` what the tasks ask for, remove what holds answers, guard the rest.
+
+    later: tasks that aren't assigned in it. What they will ask for isn't shown either: schedules
+    come from stored tables instead, and a function that has a `meanwhile` is that one.
+    """
     bodies, guards, no_rows = {}, defaultdict(list), set()
     for task in tasks:
-        for name in task.blanked:
-            bodies[name] = _assigned(task)
-        no_rows.update(task.blanked)
-    gone = {name for task in tasks for name in task.removes}
-    for name in gone:
-        bodies[name] = _calls("removed", f'removed("{name.partition(":")[2]}")')
-    for name in _users(gone) - bodies.keys():
-        short = next(n for n, f in SCHEDULES.items() if f"{f.__module__}:{f.__name__}" == name)
-        bodies[name] = _calls("stored", f'return stored("{short}", arguments)')
+        bodies |= dict.fromkeys(task.blanked, _assigned(task))
+    gone = {name for task in (*tasks, *later) for name in task.removes}
+    bodies |= {name: _calls("removed", f'removed("{name.partition(":")[2]}")') for name in gone}
+    ahead = {name: task for task in later for name in task.blanked}
+    of_schedule = {f"{make.__module__}:{make.__name__}": name for name, make in SCHEDULES.items()}
+    stored = [name for name in of_schedule
+              if name not in bodies and (name in ahead or name in _users(gone))]  # fmt: skip
+    for name in stored:
+        bodies[name] = _calls("stored", f'return stored("{of_schedule[name]}", arguments)')
+    for name, task in ahead.items():
+        if name not in bodies and task.meanwhile:
+            bodies[name] = _meanwhile(task, "return {}(**arguments)\n")
+    no_rows.update(bodies)
     for task in tasks:
         for gift in task.gives:
             module, function, argument, value = _GIFT.fullmatch(gift).groups()
@@ -149,7 +157,7 @@ def blank(out: Path, tasks: list[Task]) -> None:
             no_rows.add(name)
             if name not in bodies:
                 guards[name].append((task.id, argument, value))
-    _store_tables(out, [n for n in _users(gone) if "stored(" in bodies[n]])
+    _store_tables(out, stored)
     files = defaultdict(dict)
     for name in {*bodies, *guards, *no_rows}:
         module, _, function = name.partition(":")
@@ -165,9 +173,14 @@ def blank(out: Path, tasks: list[Task]) -> None:
 def _assigned(task: Task) -> str:
     if not task.meanwhile:
         return _calls("assigned", f'return assigned("{task.id}", arguments)')
+    calls = _calls("assigned", f'return assigned("{task.id}", arguments, {{}})').lstrip()
+    return _meanwhile(task, calls)
+
+
+def _meanwhile(task: Task, rest: str) -> str:
+    """Import the function that does meanwhile, and go on; `{}` in rest is its name."""
     module, _, function = task.meanwhile.partition(":")
-    return (f"    from {module} import {function}\n"
-            + _calls("assigned", f'return assigned("{task.id}", arguments, {function})'))
+    return f"    from {module} import {function}\n\n    {rest.format(function)}"
 
 
 def _calls(name: str, line: str) -> str:
