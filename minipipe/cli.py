@@ -53,6 +53,9 @@ class _OneLine(TyperGroup):
             code = error.exit_code
         except typer.Abort:
             code = 130
+        except NotImplementedError as error:  # in a student's tree: which task comes first
+            typer.echo(f"minipipe: {error}", err=True)
+            code = 1
         except OSError as error:  # a full disk, or output that goes nowhere
             where = f"{error.filename}: " if error.filename else ""
             typer.echo(f"minipipe: {where}{(error.strerror or str(error)).lower()}", err=True)

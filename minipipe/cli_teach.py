@@ -44,7 +44,7 @@ def status(
         typer.echo(f"{name} is not as it was handed out; you are graded by the original", err=True)
     noted, rows = progress.read(course), []
     for task in course.tasks.values():
-        entry = noted.get(task.id) if isinstance(noted.get(task.id), dict) else {}
+        entry = noted.get(task.id, {})
         state, points = entry.get("status", "not written"), entry.get("points", 0)
         if course.answer_file(task).exists() and (check or not progress.is_current(course, task)):
             result = progress.judge_and_note(course, task)
@@ -56,6 +56,8 @@ def status(
     if as_json:
         print_json({"tasks": rows, "points": scored, "max_points": most, "next": following})
         return
+    if course.root not in (Path.cwd(), *Path.cwd().parents):
+        typer.echo(f"the course in {course.root}, answers in {course.answers}")
     for lesson in course.lessons.values():
         typer.echo(f"{lesson.number:2} {lesson.title} ({lesson.minutes} minutes)")
         for row in [r for r in rows if r["id"] in {t.id for t in lesson.tasks}]:

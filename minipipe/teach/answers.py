@@ -39,7 +39,7 @@ def load(path: Path, name: str = "answer", text: str | None = None) -> ModuleTyp
     """Run an answer's file, or its text, as the module `answer`, as the cell of a notebook runs."""
     module = ModuleType(name)
     module.__file__ = str(path)
-    text = path.read_text(encoding="utf-8") if text is None else text
+    text = path.read_text(encoding="utf-8-sig") if text is None else text
     linecache.cache[str(path)] = (len(text), None, text.splitlines(True), str(path))
     sys.modules[name] = module
     cloudpickle.register_pickle_by_value(module)  # ranks can't import it
@@ -137,7 +137,30 @@ def refused(task: Task) -> Iterator[None]:
         by_name = {n: guards[id(make)] for n, make in SCHEDULES.items() if id(make) in guards}
         stack.enter_context(mock.patch.dict(SCHEDULES, by_name))
         stack.enter_context(mock.patch.object(builtins, "__import__", import_))
+        stack.enter_context(_without(modules - {n for n in modules if n.startswith("minipipe")}))
         yield
+
+
+@contextlib.contextmanager
+def _without(modules: set[str]) -> Iterator[None]:
+    """Nobody can import these modules of other packages in this block, by any way."""
+
+    class Refuse:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if any(name == module or name.startswith(f"{module}.") for module in modules):
+                raise Forbidden(f"{name} may not be used here: it would do the task for you")
+
+    known = {name: module for name, module in sys.modules.items()
+             if any(name == m or name.startswith(f"{m}.") for m in modules)}  # fmt: skip
+    for name in known:
+        del sys.modules[name]
+    sys.meta_path.insert(0, Refuse)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(Refuse)
+        sys.modules.update(known)
 
 
 def _aliases(wanted: Collection[int], modules: set[str]) -> list[tuple[ModuleType, str, Any]]:

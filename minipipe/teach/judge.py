@@ -119,7 +119,7 @@ def _settle(result: TaskResult, child: _Child, task: Task, course: Course) -> No
     elif seen == {"passed"}:
         result.status = "passed"
     else:
-        result.status = "not written" if "not written" in seen else "failed"
+        result.status = "not written" if seen == {"not written"} else "failed"
 
 
 @cache
@@ -310,7 +310,7 @@ def _run_tests(course: Course, task: Task, answer: Path, seed: int, tell) -> Non
 
     from minipipe.teach import plugin
 
-    text = answer.read_text(encoding="utf-8", errors="replace")
+    text = answer.read_text(encoding="utf-8-sig", errors="replace")
     plugin.judging = plugin.Judging(course, task.id, answer, seed, tell, text)
     empty = answer.parent / "pytest.ini"
     empty.write_text("[pytest]\n")

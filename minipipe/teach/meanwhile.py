@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 
 def even_cut(costs: Sequence, stages: int) -> list[int]:
-    """As many layers in each stage as in the others, the first ones one more; costs don't count."""
+    """As many layers in each stage, and those that are left over in the last; costs don't count."""
     layers = len(costs)
     if not hasattr(stages, "__index__") or not 1 <= stages <= layers:
         raise ValueError(f"stages={stages!r}: legal are 1 to {layers}, the number of layers")
-    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+    return [*[layers // stages] * (stages - 1), layers // stages + layers % stages]
 
 
 def rest_to_first(rows: int, microbatches: int) -> list[int]:

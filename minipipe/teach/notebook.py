@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from numbers import Real
 from typing import Any
 
 from minipipe.teach.course import CourseError, find_course
@@ -18,19 +19,31 @@ def register(shell) -> None:
 
 
 def task_cell(line: str, cell: str) -> None:
-    """%%task 6.1: run the cell, save it as the answer, and run the task's tests on it."""
+    """%%task 6.1: run the cell, save it as the answer, and run the task's tests on it.
+
+    A starter never replaces an answer; an answer that has passed is kept beside the one that
+    replaces it, as task_06_1.passed.py.
+    """
     from IPython import get_ipython
+    from IPython.core.error import UsageError
     from IPython.display import display
 
     from minipipe.teach import progress
 
     course = find_course()
-    task = course.task(line.split("#")[0].strip())
-    shell = get_ipython()
-    course.answers.mkdir(exist_ok=True)
-    course.answer_file(task).write_text(cell if cell.endswith("\n") else cell + "\n",
-                                        encoding="utf-8")  # fmt: skip
-    ran = shell.run_cell(cell)
+    try:
+        task = course.task(line.split("#")[0].strip())
+    except CourseError as error:
+        raise UsageError(f"%%task: {error}") from None
+    ran = get_ipython().run_cell(cell)
+    path, text = course.answer_file(task), cell if cell.endswith("\n") else cell + "\n"
+    if path.is_file() and progress.is_starter(course, task, text):
+        print(f"This is the starter; your answer in {path.name} stays. It is judged:")
+    else:
+        course.answers.mkdir(exist_ok=True)
+        if progress.passed(course, task) and path.read_text(encoding="utf-8-sig") != text:
+            path.replace(path.with_suffix(".passed.py"))
+        path.write_text(text, encoding="utf-8")
     if ran.success:
         display(Report(progress.judge_and_note(course, task)))
 
@@ -62,8 +75,10 @@ def reveal(guess: Any, right: float, unit: str = "", within: float = 0.0) -> Non
     if guess is ... or guess is None:
         print("Type your guess in place of the three dots first, then run both cells again.")
         return
-    if isinstance(guess, bool) or not isinstance(guess, (int, float)):
-        raise CourseError(f"a guess is a number, not {guess!r}")
+    if isinstance(guess, bool) or not isinstance(guess, Real):
+        print(f"A guess is a number, not {guess!r}.")
+        return
+    guess = float(guess)
     unit = f" {unit}" if unit else ""
     verdict = "Right." if abs(guess - right) <= within + 1e-9 else "Look why before you go on."
     print(f"your guess: {guess:g}{unit}\nit is:      {float(right):.4g}{unit}\n{verdict}")

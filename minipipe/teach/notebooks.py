@@ -184,7 +184,7 @@ def run(course: Course, notebook: nbformat.NotebookNode, limit: float = 120.0,
                                     "MINIPIPE_COURSE": str(course.root)}  # fmt: skip
         place = {"metadata": {"path": str(course.root / "lessons")}}
         client = NotebookClient(notebook, timeout=limit, allow_errors=True, kernel_name="python3",
-                                resources=place)  # fmt: skip
+                                resources=place, store_widget_state=False)  # fmt: skip
         client.execute(env=environment)
     return notebook
 

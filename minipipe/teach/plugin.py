@@ -164,6 +164,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     return report
 
 
+ADVICE = {
+    NameError: "\n(The cell is judged by itself: what it needs of other cells, imports too, has to "
+               "stand in it.)",
+    SyntaxError: "\n(Lines that begin with % or ! can't stand in a task's cell.)",
+}  # fmt: skip
+
+
 def describe(error: BaseException | None, answer: Path) -> dict[str, Any]:
     """A test's status, its message for the student, and a picture (PNG in base64)."""
     status, message, picture = _told(error, answer)
@@ -186,7 +193,7 @@ def _told(error: BaseException | None, answer: Path) -> tuple[str, str, bytes | 
         message = _text(wrong) or "the assertion does not hold"
         return "failed", message, getattr(wrong, "picture", None)
     text = f"{type(error).__name__}: {_text(error)}"
-    return "failed", f"{text}{_where(error, answer)}", None
+    return "failed", f"{text}{_where(error, answer)}{ADVICE.get(type(error), '')}", None
 
 
 def _text(error: BaseException) -> str:

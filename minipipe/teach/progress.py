@@ -39,8 +39,11 @@ def judge_and_note(course: Course, task: Task):
                       "time": time.strftime("%Y-%m-%d %H:%M")}  # fmt: skip
     course.answers.mkdir(exist_ok=True)
     temporary = course.answers / f"progress.{os.getpid()}.tmp"
-    temporary.write_text(json.dumps(noted, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    temporary.replace(course.answers / "progress.json")
+    try:
+        temporary.write_text(json.dumps(noted, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        temporary.replace(course.answers / "progress.json")
+    finally:
+        temporary.unlink(missing_ok=True)
     for number, test in enumerate(result.tests):
         if test["picture"]:
             picture = course.answers / f"task_{task.id.replace('.', '_')}_{number}.png"
@@ -48,24 +51,35 @@ def judge_and_note(course: Course, task: Task):
     return result
 
 
-def read(course: Course) -> dict[str, Any]:
-    """Task id -> what was noted last; {} where nothing was, or the file is damaged."""
+def read(course: Course) -> dict[str, dict[str, Any]]:
+    """Task id -> what was noted last; without what is damaged."""
     try:
         content = json.loads((course.answers / "progress.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    noted = content if isinstance(content, dict) else {}
+    return {id: entry for id, entry in noted.items()
+            if id in course.tasks and isinstance(entry, dict) and entry.get("status") in MARKS
+            and type(entry.get("points")) in (int, float)
+            and 0 <= entry["points"] <= course.tasks[id].points}  # fmt: skip
 
 
 def is_current(course: Course, task: Task) -> bool:
     """Whether what was noted is about the answer that is saved now."""
-    noted = read(course).get(task.id)
-    return isinstance(noted, dict) and noted.get("hash") == _hash(course.answer_file(task))
+    return read(course).get(task.id, {}).get("hash") == _hash(course.answer_file(task))
 
 
 def passed(course: Course, task: Task) -> bool:
     """Whether the answer that is saved now has passed."""
-    return is_current(course, task) and read(course)[task.id].get("status") == "passed"
+    return is_current(course, task) and read(course)[task.id]["status"] == "passed"
+
+
+def is_starter(course: Course, task: Task, text: str) -> bool:
+    """Whether a text is the task's starter, but for blanks around it."""
+    try:
+        return text.strip() == starter_text(course, task).strip()
+    except CourseError:
+        return False
 
 
 def starter_text(course: Course, task: Task) -> str:
@@ -95,7 +109,8 @@ def describe(result) -> str:
     if len(result.parts) > 1:
         lines += [f"  {'✓' if part['passed'] else '✗'} {part['name']} ({part['share']} %)"
                   for part in result.parts]  # fmt: skip
-    wrong = [test for test in result.tests if test["status"] != "passed"]
+    wrong = sorted((test for test in result.tests if test["status"] != "passed"),
+                   key=lambda test: test["status"] == "not written")  # fmt: skip
     if wrong:
         lines += [f"  {line}" for line in wrong[0]["message"].splitlines()]
     if len(wrong) > 1:
