@@ -60,7 +60,7 @@ def _difference(got: Any, expected: Any, tolerance: float) -> str | None:
         return _tensor_difference(got, expected, tolerance)
     if isinstance(expected, (list, tuple)):
         if not isinstance(got, (list, tuple)):
-            return f"{_kind(expected)} is asked for, yours is {_kind(got)}"
+            return f"{kind(expected)} is asked for, yours is {kind(got)}"
         if len(got) != len(expected):
             return f"its length has to be {len(expected)}, and is {len(got)}"
         for place, (mine, right) in enumerate(zip(got, expected, strict=True)):
@@ -70,7 +70,7 @@ def _difference(got: Any, expected: Any, tolerance: float) -> str | None:
         return None
     if isinstance(expected, Number) and not isinstance(expected, bool):
         if isinstance(got, bool) or not isinstance(got, Number):
-            return f"a number is asked for, yours is {_kind(got)}"
+            return f"a number is asked for, yours is {kind(got)}"
         near = math.isclose(got, expected, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
         return None if near else ""
     try:
@@ -84,7 +84,7 @@ def _tensor_difference(got: Any, expected: Any, tolerance: float) -> str | None:
     import torch
 
     if not isinstance(got, torch.Tensor):
-        return f"a tensor is asked for, yours is {_kind(got)}"
+        return f"a tensor is asked for, yours is {kind(got)}"
     if got.shape != expected.shape:
         return f"shape {tuple(expected.shape)} is asked for, yours has {tuple(got.shape)}"
     if not got.numel():
@@ -97,8 +97,8 @@ def _tensor_difference(got: Any, expected: Any, tolerance: float) -> str | None:
     return f"the largest difference is {far:.3g}, the largest element expected {scale:.3g}"
 
 
-def _kind(value: Any) -> str:
-    """`a list`, `an int`."""
+def kind(value: Any) -> str:
+    """What a value is, for a message: `a list`, `an int`."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
@@ -107,7 +107,7 @@ def _short(value: Any, most: int = 400) -> str:
     try:
         text = str(value) if isinstance(value, (Schedule, Number)) else repr(value)
     except Exception as error:
-        text = f"{_kind(value)} whose repr raises {type(error).__name__}"
+        text = f"{kind(value)} whose repr raises {type(error).__name__}"
     return text if len(text) <= most else text[:most] + " …"
 
 
@@ -120,7 +120,7 @@ def table(rows: Any, case: str, right: Schedule | None = None) -> Schedule:
     asked = 'rows are asked for: a list of lists such as [["0F0", "0B0"], …]'
     if not isinstance(rows, (str, list, tuple, Schedule)):
         more = ": return the rows, printing doesn't count" if rows is None else ""
-        raise Wrong(f"case: {case}\n{asked}; yours is {_kind(rows)}{more}")
+        raise Wrong(f"case: {case}\n{asked}; yours is {kind(rows)}{more}")
     try:
         if isinstance(rows, str):
             schedule = Schedule.parse(rows)
