@@ -3,8 +3,9 @@
 from fractions import Fraction
 
 from minipipe.costs import Costs
+from minipipe.schedule import Schedule
 from minipipe.simulate import simulate
-from minipipe.teach.testing import Wrong, expect, has_all, part, table, within, wrong_table
+from minipipe.teach.testing import Wrong, expect, has_all, kind, part, table, within, wrong_table
 
 # inputs, outputs, and the shapes of the x's that the layer is used with before W
 LAYERS = ((3, 2, (1,)), (3, 3, (4,)), (2, 5, (3,)), (4, 3, (2, 5)), (2, 3, (2, 2, 3)))
@@ -16,11 +17,11 @@ def pair(answer, inputs, outputs, seed):
 
     torch.manual_seed(seed)
     if not callable(answer):
-        raise Wrong(f"DeferredLinear has to be a class; yours is a {type(answer).__name__}")
+        raise Wrong(f"DeferredLinear has to be a class; yours is {kind(answer)}")
     layer, right = answer(inputs, outputs), torch.nn.Linear(inputs, outputs)
     if not isinstance(layer, torch.nn.Module):
-        raise Wrong("DeferredLinear(3, 2) has to be a torch.nn.Module; yours is a "
-                    f"{type(layer).__name__}")  # fmt: skip
+        raise Wrong("DeferredLinear(3, 2) has to be a torch.nn.Module; yours is "
+                    f"{kind(layer)}")  # fmt: skip
     for name in ("weight", "bias"):
         if not isinstance(getattr(layer, name, None), torch.nn.Parameter):
             raise Wrong(f"DeferredLinear(3, 2).{name} has to be a parameter, as the cell has it")
@@ -39,7 +40,7 @@ def used(layer, x):
 
     outputs = layer(x)
     if not isinstance(outputs, torch.Tensor):
-        raise Wrong(f"the layer's output has to be a tensor; yours is a {type(outputs).__name__}")
+        raise Wrong(f"the layer's output has to be a tensor; yours is {kind(outputs)}")
     return (outputs**2 * torch.arange(1, outputs.numel() + 1).view(outputs.shape)).sum()
 
 
@@ -157,14 +158,32 @@ def one_at_a_time(rows, case, shown):
         raise wrong_table(reason, case, rows, shown)
 
 
+def puts_off(rows, most, case, shown):
+    """Wrong where a rank does more than `most` forwards before its first I, as GPipe does, or where
+    the last rank puts off no W, as in 1F1B. Whoever keeps `most` micro-batches can't do more: each
+    is kept until its W. And in the least makespan the last I of the last rank comes so early that
+    two W's at least are left there: its way back to rank 0 takes as long."""
+    for rank, row in enumerate(rows.rows):
+        begun = "".join(action.kind for action in row).find("I")
+        if begun > most:
+            raise wrong_table(f"rank {rank} does {begun} forwards before its first I; more than "
+                              f"{most} are not needed", case, rows, shown)  # fmt: skip
+    left = "".join(action.kind for action in rows.rows[-1]).rpartition("I")[2]
+    if rows.ranks > 1 and rows.microbatches > 1 and left.count("W") < 2:
+        raise wrong_table("the last rank has only one W left after its last I: none was put off "
+                          "to let an I go first", case, rows, shown)  # fmt: skip
+
+
 H1 = ((1, 1), (1, 3), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2), (3, 4), (4, 4), (4, 8), (5, 12))
 
 
 @part("8.2", "right order", 60)
 def test_h1_order(answer, right, sizes):
-    """Legal, with I and W for each B, and not one micro-batch at a time."""
+    """Legal, with I and W for each B, not one micro-batch at a time, and W's that wait."""
     for p, m in sizes(*H1):
-        one_at_a_time(*made(answer, right, p, m))
+        rows, case, shown = made(answer, right, p, m)
+        one_at_a_time(rows, case, shown)
+        puts_off(rows, p, case, shown)
 
 
 @part("8.2", "within memory", 20)
@@ -189,7 +208,14 @@ H2 = ((1, 1), (1, 3), (2, 1), (2, 3), (2, 4), (3, 1), (3, 5), (3, 7), (4, 7), (4
 def test_h2_order(answer, right, sizes):
     """Legal, with few micro-batches too, and not one micro-batch at a time."""
     for p, m in sizes(*H2):
-        one_at_a_time(*made(answer, right, p, m))
+        rows, case, shown = made(answer, right, p, m)
+        one_at_a_time(rows, case, shown)
+        if m >= 2 * p - 1:
+            puts_off(rows, 2 * p - 1, case, shown)
+            begun = "".join(action.kind for action in rows.rows[0]).find("I")
+            if begun <= p and p > 1:
+                raise wrong_table(f"rank 0 does {begun} forwards before its first I, no more than "
+                                  "in ZB-H1", case, rows, shown)  # fmt: skip
 
 
 @part("8.4", "within memory", 20)
@@ -217,61 +243,62 @@ def test_h2_bubble(answer, right, sizes):
                 raise wrong_table(reason, case, rows, shown)
 
 
-# Lists of (rank, start, end), in whole units.
+# Lists of (rank, start, end) in whole units, and both bubbles, counted on squared paper.
 SPANS = (
-    [(0, 0, 2)],
-    [(0, 0, 1), (0, 2, 3)],
-    [(0, 0, 1), (1, 1, 2)],
-    [(0, 0, 1), (0, 1, 2), (1, 2, 3), (1, 4, 6)],
-    [(1, 3, 5), (0, 6, 7), (0, 0, 2), (1, 2, 3)],
-    [(0, 10, 12), (1, 12, 14), (2, 14, 15), (2, 15, 16), (1, 17, 18), (0, 19, 20)],
-    [(0, 0, 5), (1, 0, 1), (1, 3, 5), (2, 1, 2), (2, 2, 4)],
-)
+    # one rank that never waits
+    ([(0, 0, 2)], Fraction(0), Fraction(0)),
+    # 1 of its 3 units is idle
+    ([(0, 0, 1), (0, 2, 3)], Fraction(1, 3), Fraction(1, 3)),
+    # each rank has 2 units, of which it works 1; neither waits within its own span
+    ([(0, 0, 1), (1, 1, 2)], Fraction(1, 2), Fraction(0)),
+    # 2 · 6 units, 5 of them at work; rank 1 idles for 1 of its 4
+    ([(0, 0, 1), (0, 1, 2), (1, 2, 3), (1, 4, 6)], Fraction(7, 12), Fraction(1, 4)),
+    # 2 · 7 units, 6 at work; rank 0 idles for 4 of 7, rank 1 for 0 of 3
+    ([(1, 3, 5), (0, 6, 7), (0, 0, 2), (1, 2, 3)], Fraction(8, 14), Fraction(4, 7)),
+    # 3 · 10 units, 8 at work; rank 0 idles for 7 of 10, rank 1 for 3 of 6, rank 2 for 0 of 2
+    ([(0, 10, 12), (1, 12, 14), (2, 14, 15), (2, 15, 16), (1, 17, 18), (0, 19, 20)],
+     Fraction(22, 30), Fraction(7, 10)),
+    # 3 · 5 units, 11 at work; rank 0 never idles, rank 1 for 2 of 5, rank 2 for 0 of 3
+    ([(0, 0, 5), (1, 0, 1), (1, 3, 5), (2, 1, 2), (2, 2, 4)], Fraction(4, 15), Fraction(2, 5)),
+)  # fmt: skip
+# Rows whose predicted spans are asked for, too; any times of their actions are legal.
+TABLES = (
+    "0F0 0B0\n1F0 1B0\n2F0 2B0", "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1",
+    "0F0 0F1 0F2 0B0 0B1 0B2\n1F0 1F1 1F2 1B0 1B1 1B2\n2F0 2F1 2F2 2B0 2B1 2B2",
+    "0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1F1 1I0 1I1 1W0 1W1", "0F0 2F0 2B0 0B0\n1F0 1B0",
+)  # fmt: skip
 
 
 def span_lists(rng):
-    """The lists above, then random ones; as (units a tick, spans in ticks)."""
-    yield from ((1, spans) for spans in SPANS)
-    yield Fraction(1, 3), SPANS[3]
-    for unit in (1, Fraction(1, 7), 5):
-        spans = []
-        for rank in range(rng.randint(2, 4)):
-            now = rng.randint(0, 9)
-            for _ in range(rng.randint(1, 5)):
-                now += rng.choice((0, 0, 1, 3))
-                end = now + rng.randint(1, 4)
-                spans.append((rank, now, end))
-                now = end
-        yield unit, rng.sample(spans, len(spans))
-
-
-def by_ticks(spans):
-    """Both bubbles, by looking at each tick of each rank whether it works."""
-    works = {}
-    for rank, start, end in spans:
-        works.setdefault(rank, set()).update(range(start, end))
-    first, last = min(map(min, works.values())), max(map(max, works.values())) + 1
-    idle = sum(tick not in ticks for ticks in works.values() for tick in range(first, last))
-    own = [Fraction(sum(tick not in ticks for tick in range(min(ticks), max(ticks) + 1)),
-                    max(ticks) + 1 - min(ticks)) for ticks in works.values()]  # fmt: skip
-    return Fraction(idle, len(works) * (last - first)), max(own)
+    """(spans, both bubbles): the lists above, the same on another clock, then predicted ones."""
+    yield from SPANS
+    for unit in (1, Fraction(1, 3), Fraction(1, 7), 5):
+        spans, *both = rng.choice(SPANS[1:])
+        begin, number = rng.randint(0, 9), rng.randint(1, 5)
+        spans = [(rank + number, (begin + start) * unit, (begin + end) * unit)
+                 for rank, start, end in spans]  # fmt: skip
+        yield rng.sample(spans, len(spans)), *both
+    for text in TABLES:
+        times = [Fraction(rng.randint(1, 9), rng.choice((1, 2, 3))) for _ in range(4)]
+        t = simulate(Schedule.parse(text), Costs(*times[:3], latency=times[3]))
+        spans = [(rank, span.start, span.end) for rank in range(t.schedule.ranks)
+                 for span in t.spans_of(rank)]  # fmt: skip
+        yield rng.sample(spans, len(spans)), t.bubble.idle_over_total, t.bubble.own_span
 
 
 def check_bubble(answer, rng, place, name):
-    for unit, ticks in span_lists(rng):
-        spans = [(rank, start * unit, end * unit) for rank, start, end in ticks]
+    for spans, *both in span_lists(rng):
         shown = ", ".join(f"({rank}, {start}, {end})" for rank, start, end in spans)
         case = f"spans = [{shown}]"
         got = answer(list(spans))
         if not isinstance(got, (tuple, list)) or len(got) != 2:
             asked = "two numbers are asked for, (idle of the makespan, idle of the own span)"
-            raise Wrong(f"case: {case}\n{asked}; yours is {str(got)[:100]} "
-                        f"({type(got).__name__})")  # fmt: skip
-        value, right = got[place], by_ticks(ticks)[place]
+            raise Wrong(f"case: {case}\n{asked}; yours is {kind(got)}, {str(got)[:100]}")
+        value, right = got[place], both[place]
         expect(value, right, f"{case}; {name}")
         if not isinstance(value, (int, Fraction)):
-            raise Wrong(f"case: {case}\n{name} has to be exact, Fraction({right}); yours is a "
-                        f"{type(value).__name__}, {value}")  # fmt: skip
+            raise Wrong(f"case: {case}\n{name} has to be exact, Fraction({right}); yours is "
+                        f"{kind(value)}, {value}")  # fmt: skip
 
 
 @part("8.3", "of the makespan", 50)
