@@ -1,73 +1,142 @@
 """Tasks of lesson 2: the staircase, counting its bubble, micro-batches and their gradients."""
 
-import math
+import re
 from fractions import Fraction
 
 import torch
 from torch import nn
 
-from minipipe.teach.testing import Wrong, expect, part
+from minipipe.teach.testing import Wrong, expect, kind, part
 
 # 2.1
 
-STAIRCASES = ((1, 1), (2, 1), (2, 3), (3, 2), (3, 1), (4, 6), (5, 10))
+# What is asked for, drawn by hand.
+STAIRCASES = {
+    (1, 1): """
+GPU 0: F0
+Idle fraction: 0%""",
+    (2, 1): """
+GPU 0: F0  .
+GPU 1:  . F0
+Idle fraction: 50%""",
+    (2, 3): """
+GPU 0: F0 F1 F2  .
+GPU 1:  . F0 F1 F2
+Idle fraction: 25%""",
+    (3, 2): """
+GPU 0: F0 F1  .  .
+GPU 1:  . F0 F1  .
+GPU 2:  .  . F0 F1
+Idle fraction: 50%""",
+    (3, 1): """
+GPU 0: F0  .  .
+GPU 1:  . F0  .
+GPU 2:  .  . F0
+Idle fraction: 67%""",
+    (4, 6): """
+GPU 0: F0 F1 F2 F3 F4 F5  .  .  .
+GPU 1:  . F0 F1 F2 F3 F4 F5  .  .
+GPU 2:  .  . F0 F1 F2 F3 F4 F5  .
+GPU 3:  .  .  . F0 F1 F2 F3 F4 F5
+Idle fraction: 33%""",
+    (5, 10): """
+GPU 0: F0 F1 F2 F3 F4 F5 F6 F7 F8 F9  .  .  .  .
+GPU 1:  . F0 F1 F2 F3 F4 F5 F6 F7 F8 F9  .  .  .
+GPU 2:  .  . F0 F1 F2 F3 F4 F5 F6 F7 F8 F9  .  .
+GPU 3:  .  .  . F0 F1 F2 F3 F4 F5 F6 F7 F8 F9  .
+GPU 4:  .  .  .  . F0 F1 F2 F3 F4 F5 F6 F7 F8 F9
+Idle fraction: 29%""",
+}
 
 
 def lines_of(answer, ranks, microbatches):
-    """The lines of the answer's text, and the case."""
+    """The lines of the answer's text, of the text drawn by hand (None: there is none), and the
+    case."""
     case = f"ranks={ranks}, microbatches={microbatches}"
     text = answer(ranks, microbatches)
     if not isinstance(text, str):
         hint = " (return the text, don't print it)" if text is None else ""
-        raise Wrong(f"case: {case}\na text is asked for, yours is a {type(text).__name__}{hint}")
+        raise Wrong(f"case: {case}\na text is asked for, yours is {kind(text)}{hint}")
     lines = [line.rstrip() for line in text.rstrip("\n").split("\n")]
     if len(lines) != ranks + 1:
         raise Wrong(f"case: {case}\n{ranks + 1} lines are asked for, one a rank and a last one; "
                     f"yours are {len(lines)}:\n{text}")  # fmt: skip
-    return lines, case
+    drawn = STAIRCASES.get((ranks, microbatches))
+    return lines, drawn and drawn.strip().split("\n"), case
 
 
-def right_lines(ranks, microbatches):
-    """What stands in each line, by the rule that stage s has micro-batch t - s in step t."""
-    steps = range(ranks + microbatches - 1)
-    names = {m: f"F{m}" for m in range(microbatches)}
-    return [[names.get(t - stage, ".") for t in steps] for stage in range(ranks)]
-
-
-def is_clear(ranks, microbatches):
-    """Whether the idle share in percent does not end in exactly one half."""
-    return (100 * Fraction(ranks - 1, ranks + microbatches - 1)) % 1 != Fraction(1, 2)
+def cells_of(line, stage):
+    return line.replace(f"GPU {stage}:", "", 1).split()
 
 
 @part("2.1", "who does what when", 60)
 def test_staircase_cells(answer, sizes):
     for ranks, microbatches in sizes(*STAIRCASES):
-        lines, case = lines_of(answer, ranks, microbatches)
-        for stage, cells in enumerate(right_lines(ranks, microbatches)):
-            mine = lines[stage].replace(f"GPU {stage}:", "", 1).split()
-            if mine != cells:
+        lines, drawn, case = lines_of(answer, ranks, microbatches)
+        mine = [cells_of(line, stage) for stage, line in enumerate(lines[:-1])]
+        for stage, cells in enumerate(mine):
+            if drawn and cells != (right := cells_of(drawn[stage], stage)):
                 raise Wrong(f"case: {case}\nthe line of stage {stage}\n"
-                            f"expected: {' '.join(cells)}\nyours:    {' '.join(mine)}")  # fmt: skip
+                            f"expected: {' '.join(right)}\nyours:    {' '.join(cells)}")
+        if not drawn:
+            check_staircase(mine, microbatches, f"{case}\n" + "\n".join(lines))
+
+
+def check_staircase(stages, microbatches, case):
+    """What makes a staircase of the cells read from a text that nobody drew before."""
+    for stage, cells in enumerate(stages):
+        work = [cell for cell in cells if cell != "."]
+        if work != [f"F{m}" for m in range(microbatches)]:
+            raise Wrong(f"case: {case}\nthe line of stage {stage} has to have all of F0 to "
+                        f"F{microbatches - 1}, in order, and dots; it has {' '.join(work)}")
+        if len(cells) != len(stages[0]):
+            raise Wrong(f"case: {case}\nthe lines of stage 0 and {stage} have "
+                        f"{len(stages[0])} and {len(cells)} cells")  # fmt: skip
+        if not stage and cells[: len(work)] != work:
+            raise Wrong(f"case: {case}\nstage 0 waits for nobody, so it need not pause before "
+                        f"F{microbatches - 1}")  # fmt: skip
+        for name in work if stage else ():
+            later = cells.index(name) - stages[stage - 1].index(name)
+            if later != 1:
+                raise Wrong(f"case: {case}\n{name} is done on stage {stage} {later} steps after "
+                            f"stage {stage - 1}; right behind it, that is 1 step, is possible")
+    for step, column in enumerate(zip(*stages, strict=True)):
+        if set(column) == {"."}:
+            raise Wrong(f"case: {case}\nnobody works in step {step}: it is not needed")
 
 
 @part("2.1", "the exact text", 20)
 def test_staircase_text(answer, sizes):
     for ranks, microbatches in sizes(*STAIRCASES):
-        lines, case = lines_of(answer, ranks, microbatches)
-        for stage, cells in enumerate(right_lines(ranks, microbatches)):
-            right = f"GPU {stage}: " + " ".join(cell.rjust(2) for cell in cells)
-            if lines[stage] != right:
+        lines, drawn, case = lines_of(answer, ranks, microbatches)
+        for stage, line in enumerate(lines[:-1]):
+            if drawn and line != drawn[stage]:
                 raise Wrong(f"case: {case}\nthe line of stage {stage}\n"
-                            f"expected: {right!r}\nyours:    {lines[stage]!r}")  # fmt: skip
+                            f"expected: {drawn[stage]!r}\nyours:    {line!r}")  # fmt: skip
+            if not re.fullmatch(rf"GPU {stage}:(  \.| F\d+)+", line):
+                raise Wrong(f"case: {case}\nthe line of stage {stage} is not made of 'GPU "
+                            f"{stage}:' and cells such as '  .' and ' F0'\nyours:    {line!r}")
+
+
+# 3 dots a line, of 27 cells each
+IDLE = {case: text.split("\n")[-1] for case, text in STAIRCASES.items()} | {
+    (4, 24): "Idle fraction: 11%"}  # fmt: skip
 
 
 @part("2.1", "the idle fraction", 20)
 def test_staircase_idle(answer, sizes):
-    for ranks, microbatches in sizes(*STAIRCASES, (4, 24), only=is_clear):
-        lines, case = lines_of(answer, ranks, microbatches)
-        cells = sum(right_lines(ranks, microbatches), [])
-        percent = math.floor(Fraction(100 * cells.count("."), len(cells)) + Fraction(1, 2))
-        expect(lines[-1], f"Idle fraction: {percent}%", f"{case}, the last line")
+    for ranks, microbatches in sizes(*IDLE):
+        lines, _, case = lines_of(answer, ranks, microbatches)
+        if (ranks, microbatches) in IDLE:
+            expect(lines[-1], IDLE[ranks, microbatches], f"{case}, the last line")
+            continue
+        found = re.fullmatch(r"Idle fraction: (\d+)%", lines[-1])
+        cells = [cell for stage, line in enumerate(lines[:-1]) for cell in cells_of(line, stage)]
+        dots = cells.count(".")
+        if not found or abs(Fraction(int(found[1]), 100) - Fraction(dots, len(cells) or 1)) > (
+                Fraction(1, 200)):  # fmt: skip
+            raise Wrong(f"case: {case}, the last line\nyour text has {dots} dots in {len(cells)} "
+                        f"cells, and says: {lines[-1]}")  # fmt: skip
 
 
 # 2.2
@@ -126,8 +195,8 @@ def test_idle_exact(answer, rng):
     for table, right in tables(rng, FULL, False):
         mine = share_of(answer, table)
         if isinstance(mine, bool) or not isinstance(mine, (Fraction, int)):
-            raise Wrong(f"case: {table}\na Fraction is asked for, yours is the "
-                        f"{type(mine).__name__} {mine!r:.60}")  # fmt: skip
+            raise Wrong(f"case: {table}\na Fraction is asked for, yours is "
+                        f"{kind(mine)}, {mine!r:.60}")  # fmt: skip
         if mine != right:
             raise Wrong(f"case: {table}\nexpected: {right}\nyours:    {mine}")
 
