@@ -5,12 +5,15 @@ from fractions import Fraction
 from unittest import mock
 
 import minipipe as mp
-from minipipe.teach.testing import Wrong, expect, part, refusing
+from minipipe.teach.testing import Wrong, expect, kind, part, refusing
 
 COLLECTIVES = [f"torch.distributed:{name}" for name in (
-    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather",
-    "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
-    "all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list",
+    "all_reduce", "all_reduce_coalesced", "all_reduce_inplace", "reduce", "broadcast",
+    "all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_tensor",
+    "all_gather_tensor_autograd", "all_gather_inplace", "gather", "scatter", "reduce_scatter",
+    "reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter_tensor_autograd",
+    "all_to_all", "all_to_all_single", "all_to_all_single_autograd", "all_gather_object",
+    "gather_object", "scatter_object_list", "broadcast_object_list",
 )]  # fmt: skip
 
 
@@ -256,18 +259,37 @@ def image_case():
             torch.zeros(6, 1, 8, 8), right)  # fmt: skip
 
 
+def dtype_case():
+    """Tokens are int64, what the embedding puts out float32, what goes on from it bfloat16."""
+    import torch
+    from torch import nn
+
+    class Half(nn.Module):
+        def forward(self, x):
+            return x.bfloat16()
+
+    model = nn.Sequential(nn.Embedding(7, 3), Half(), nn.Linear(3, 2, dtype=torch.bfloat16))
+    one, two = 4 * 20 * 3, 2 * 20 * 3  # bytes of 5 · 4 tokens with 3 numbers each
+    held = [4 * 7 * 3, 0, 2 * 8]
+    right = {"ddp_sent": Fraction(4 * sum(held), 3), "ddp_held": sum(held),
+             "pipeline_sent": [one, one + two, two], "pipeline_held": held}  # fmt: skip
+    return ("an embedding (float32) of 5 · 4 tokens (int64), a layer that makes bfloat16 of it, a "
+            "linear layer in bfloat16, cuts=[1, 1, 1]", model, [1, 1, 1],
+            torch.zeros(5, 4, dtype=torch.int64), right)  # fmt: skip
+
+
 def compare_bytes(answer, rng, *keys):
     cases = [
         linear_case([3, 2], [1], 5, 4), linear_case([3, 5, 2], [1, 1], 4, 4),
-        linear_case([3, 5, 7, 2], [1, 1, 1], 2, 8), image_case(),
+        linear_case([3, 5, 7, 2], [1, 1, 1], 2, 8), image_case(), dtype_case(),
         linear_case([4, 6, 8, 3, 5, 2], [2, 1, 2], 3, 4, frozen=(3,)),
         linear_case([rng.randint(2, 9) for _ in range(8)], [2, 3, 1, 1], rng.randint(2, 9), 4),
     ]  # fmt: skip
     for case, model, cuts, inputs, right in cases:
         mine = answer(model, list(cuts), inputs)
         if not isinstance(mine, dict):
-            raise Wrong(f"case: {case}\na dictionary is asked for, yours is a "
-                        f"{type(mine).__name__}")  # fmt: skip
+            raise Wrong(f"case: {case}\na dictionary is asked for, yours is "
+                        f"{kind(mine)}")  # fmt: skip
         for key in keys:
             if key not in mine:
                 raise Wrong(f'case: {case}\nthe dictionary has no "{key}"')
@@ -293,81 +315,104 @@ def test_pipeline_held(answer, rng):
 
 # Which one.
 
+PLENTY = {"state": 100, "activations": 1, "memory": 10**7}  # everything fits
 
-def right_choice(ranks, rows, microbatches, forward, backward, state, activations, gradients,
-                 border, memory, bandwidth):  # fmt: skip
-    """All right answers, and the times of what fits: GPipe's from a formula, not simulated."""
-    kept = Fraction(activations * rows, ranks)
-    times = {}
-    if state + kept <= memory:
-        times["ddp"] = (Fraction(rows, ranks) * (forward + backward)
-                        + Fraction(2 * (ranks - 1) * gradients, ranks * bandwidth))  # fmt: skip
-    if Fraction(state, ranks) + kept <= memory:
-        wire = Fraction(rows * border, microbatches * bandwidth)
-        times["pipeline"] = 0
-        for row in (forward, backward):
-            stage = Fraction(rows, microbatches * ranks) * row
-            slower = max(stage, wire) if ranks > 1 else stage
-            times["pipeline"] += (
-                (ranks - 1) * (stage + wire) + (microbatches - 1) * slower + stage)
-    least = min(times.values(), default=None)
-    return {way for way, time in times.items() if time == least} or {"neither"}, times
+# Worked out on squared paper, with bandwidth=1000. Columns: ranks, rows, microbatches, forward,
+# backward, border | seconds that GPipe takes, seconds that DDP computes, and so many bytes of
+# gradients that the ring takes what is between them. The first: micro-batches of 2 rows, a stage
+# takes 1 s for F and 2 s for B, so GPipe (2 + 1) · 1 + (2 + 1) · 2 = 9 s. DDP computes 2 rows in
+# 6 s. For 3 s the ring of 2 has 3000 bytes. In the fourth a message of 1000 bytes takes 1 s more,
+# in each direction.
+EQUAL = (
+    (2, 4, 2, 1, 2, 0, 9, 6, 3000),
+    (2, 4, 4, 1, 2, 0, Fraction(15, 2), 6, 1500),
+    (2, 4, 1, 1, 2, 0, 12, 6, 6000),
+    (2, 4, 2, 1, 2, 500, 11, 6, 5000),
+    (3, 6, 2, 1, 2, 0, 12, 6, 4500),
+    (3, 6, 3, 1, 2, 500, Fraction(44, 3), 6, 6500),
+    (3, 12, 4, 2, 3, 250, 33, 20, 9750),
+    (3, 9, 3, 1, 1, 1000, 30, 6, 18000),  # messages take longer than stages: they set the pace
+    (4, 8, 8, 1, 2, 1000, 23, 6, 11333),
+    (4, 8, 8, 1, 2, 2500, 53, 6, 31333),
+    (4, 8, 4, 2, 2, 500, 20, 8, 8000),
+    (4, 16, 8, 2, 4, 100, Fraction(171, 5), 24, 6800),
+    (2, 6, 6, 3, 1, 2000, 28, 12, 16000),
+    (2, 12, 3, 2, 6, 1000, 72, 48, 24000),
+    (2, 8, 2, 1, 2, 2000, 44, 12, 32000),
+    (5, 10, 2, 3, 1, 100, 28, 8, 12500),
+    (6, 12, 6, 1, 5, 500, Fraction(106, 3), 12, 14000),
+    (6, 24, 3, 2, 2, 125, Fraction(158, 3), 16, 22000),
+)
+
+# ranks, rows, state, activations | the bytes that one rank needs with DDP, in the pipeline
+NEEDED = (
+    (2, 8, 800, 10, 840, 440), (4, 8, 800, 10, 820, 220), (4, 16, 400, 3, 412, 112),
+    (3, 9, 600, 5, 615, 215), (5, 20, 1000, 25, 1100, 300), (6, 12, 300, 40, 380, 130),
+)  # fmt: skip
 
 
-NAMES = ("ranks", "rows", "microbatches", "forward", "backward", "state", "activations",
-         "gradients", "border", "memory", "bandwidth")  # fmt: skip
-
-
-def compare_choices(answer, cases):
-    for case in cases:
-        right, times = right_choice(*case)
-        if len(times) == 2 and len(right) == 1:
-            ordered = sorted(times.values())
-            if ordered[1] < ordered[0] * Fraction(101, 100):
-                continue  # too near to ask for
-        mine = answer(**dict(zip(NAMES, case, strict=True)))
-        text = ", ".join(f"{name}={value}" for name, value in zip(NAMES, case, strict=True))
-        if not isinstance(mine, str) or mine not in right:
-            shown = {way: f"{float(time):.4g} s" for way, time in times.items()}
-            raise Wrong(f"case: {text}\nexpected: {' or '.join(map(repr, sorted(right)))}\n"
-                        f"yours:    {mine!r:.60}\n"
-                        f"what fits, and its time: {shown or 'nothing fits'}")  # fmt: skip
+def choice(answer, right, why, **case):
+    """Wrong where the answer's choice is none of `right`; its choice."""
+    mine = answer(**case)
+    if not isinstance(mine, str) or mine not in right:
+        text = ", ".join(f"{name}={value}" for name, value in case.items())
+        shown = repr(mine)[:60] + ("" if isinstance(mine, str) else f", {kind(mine)}")
+        raise Wrong(f"case: {text}\nexpected: {' or '.join(map(repr, right))}\n"
+                    f"yours:    {shown}\n{why}")  # fmt: skip
+    return mine
 
 
 @part("10.4", "what fits", 50)
 def test_what_fits(answer, rng):
-    """The way that would be faster doesn't fit, or fits exactly."""
-    cases = []
-    for ranks in (2, 4):
-        state, kept = 800, 10 * 8 // ranks  # eight rows
-        for memory in (state + kept, state + kept - 1, state // ranks + kept,
-                       state // ranks + kept - 1):  # fmt: skip
-            cases.append((ranks, 8, 4, 1, 2, state, 10, 200, 1000, memory, 1000))
-    for _ in range(12):
-        ranks, rows = rng.randint(2, 6), rng.randint(6, 30)
-        state, activations = rng.randint(100, 900), rng.randint(1, 40)
-        memory = rng.randint(state // ranks, state + activations * rows)
-        cases.append((ranks, rows, rng.randint(1, 6), 1, 2, state, activations, state // 4,
-                      rng.randint(1, 2 * state), memory, 1000))  # fmt: skip
-    compare_choices(answer, cases)
+    """The way that would be faster fits exactly, nearly, or not at all."""
+    for light in (True, False):
+        faster = "DDP" if light else "the pipeline"
+        for ranks, rows, state, activations, with_ddp, in_pipeline in NEEDED:
+            near = (-1, 0, 1) if ranks in (2, 4) else (-1, 1)  # thirds may be off by a rounding
+            more = rng.randint(2, 9)
+            for times in (1, more):
+                for memory in sorted(times * need + off for need in (with_ddp, in_pipeline)
+                                     for off in near):  # fmt: skip
+                    right = ("neither" if memory < times * in_pipeline else
+                             "ddp" if light and memory >= times * with_ddp else "pipeline")
+                    choice(answer, [right], f"a rank needs {times * with_ddp} bytes with DDP and "
+                           f"{times * in_pipeline} in the pipeline; {faster} is faster",
+                           ranks=ranks, rows=rows, microbatches=2, forward=1, backward=2,
+                           state=times * state, activations=times * activations,
+                           gradients=1 if light else 10**6, border=1, memory=memory,
+                           bandwidth=1000)  # fmt: skip
 
 
 @part("10.4", "what is faster", 50)
 def test_what_is_faster(answer, rng):
-    """Everything fits."""
-    fits = (100, 1)  # state, activations
-    cases = [
-        (1, 4, 2, 1, 2, *fits, 25, 1, 10**6, 1000),
-        (2, 4, 2, 1, 2, *fits, 25, 1, 10**6, 1000),  # fast links: the bubble decides
-        (2, 4, 4, 1, 2, *fits, 6000, 1, 10**6, 1000),  # heavy gradients
-        (4, 8, 8, 1, 2, *fits, 2000, 1, 10**6, 1000),  # 2(n - 1)/n of them
-        (2, 8, 2, 1, 2, *fits, 8000, 500, 10**6, 1000),  # messages of several rows
-        (4, 8, 8, 1, 2, *fits, 1000, 2500, 10**6, 1000),  # heavy borders: the links are the pace
-        (4, 8, 8, 1, 2, *fits, 9000, 1000, 10**6, 1000),
-    ]
-    for _ in range(60):
-        ranks, rows = rng.randint(2, 6), rng.randint(6, 30)
-        cases.append((ranks, rows, rng.randint(1, min(6, rows)), rng.randint(1, 3),
-                      rng.randint(1, 6), *fits, rng.randint(1, 90000), rng.randint(1, 2000), 10**6,
-                      1000))  # fmt: skip
-    compare_choices(answer, cases)
+    """Everything fits. With a little less than so many gradients DDP is faster, with a little more
+    the pipeline: with these numbers, and with larger ones that make all of it longer alike."""
+    either = ["ddp", "pipeline"]
+    choice(answer, either, "a single rank has nothing to send, so both are the same",
+           ranks=1, rows=4, microbatches=2, forward=1, backward=2, **PLENTY, gradients=25,
+           border=1, bandwidth=1000)  # fmt: skip
+    for changed in (False, True):
+        for ranks, rows, microbatches, *costs, border, gpipe, ddp, gradients in EQUAL:
+            slower, heavier, more = (rng.randint(2, 7) if changed else 1 for _ in range(3))
+            time, size = slower * more, slower * heavier
+            for percent, right in ((97, "ddp"), (103, "pipeline")):
+                choice(answer, [right], f"GPipe takes {float(gpipe * time):.4g} s; DDP computes "
+                       f"for {float(ddp * time):.4g} s, and then comes its ring",
+                       ranks=ranks, rows=rows * more, microbatches=microbatches,
+                       forward=costs[0] * slower, backward=costs[1] * slower, **PLENTY,
+                       gradients=gradients * size * more * percent // 100, border=border * size,
+                       bandwidth=1000 * heavier)  # fmt: skip
+    for _ in range(12):
+        case = {"ranks": rng.randint(2, 7), "rows": rng.randint(7, 40),
+                "microbatches": rng.randint(1, 7), "forward": rng.randint(1, 5),
+                "backward": rng.randint(1, 9), **PLENTY, "bandwidth": 1000}  # fmt: skip
+        why = "no gradients: DDP has no more to do than compute, and the pipeline has its bubble"
+        choice(answer, ["ddp"], why, **case, gradients=0, border=rng.randint(0, 900))
+        for name, other, last in (("gradients", "border", "pipeline"),
+                                  ("border", "gradients", "ddp")):  # fmt: skip
+            case[other] = rng.randint(1, 2000)
+            before = None
+            for power in range(9):
+                why = f"the larger {name} is, the worse for the other way"
+                right = [last] if power == 8 or before == last else either
+                before = choice(answer, right, why, **{**case, name: 10**power})
