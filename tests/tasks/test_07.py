@@ -7,29 +7,59 @@ from minipipe.costs import Costs
 from minipipe.lower import lower
 from minipipe.schedule import Schedule
 from minipipe.simulate import simulate
-from minipipe.teach.testing import Wrong, expect, has_all, part, table, within, wrong_table
+from minipipe.teach.testing import Wrong, expect, has_all, kind, part, table, within, wrong_table
 
-PLACES = ((1, 1), (1, 3), (2, 2), (3, 2), (4, 2), (4, 4))
+# (ranks, chunks): the stages of each rank, as cards are dealt
+PLACES = {
+    (1, 1): [[0]],
+    (1, 3): [[0, 1, 2]],
+    (2, 2): [[0, 2], [1, 3]],
+    (3, 2): [[0, 3], [1, 4], [2, 5]],
+    (4, 2): [[0, 4], [1, 5], [2, 6], [3, 7]],
+    (4, 4): [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]],
+}  # fmt: skip
 
 
-def dealt(ranks, chunks):
-    """The stages dealt like cards, one after the other: a list a rank."""
-    hands = [[] for _ in range(ranks)]
-    for stage in range(ranks * chunks):
-        hands[0].append(stage)
-        hands = hands[1:] + hands[:1]
-    return hands
+def goes_round(holders, ranks):
+    """A reason, if the stages' ranks don't go round: each stage is on the next rank after that of
+    the stage before it, and behind the last rank comes the first; "" if they do."""
+    before = ranks - 1
+    for stage, rank in enumerate(holders):
+        asked = before + 1 if before + 1 < ranks else 0
+        if rank != asked:
+            after = f"stage {stage - 1} is on rank {before}, so " if stage else ""
+            return f"{after}stage {stage} has to be on rank {asked}; yours is on {rank!s:.60}"
+        before = asked
+    return ""
+
+
+def hands_go_round(hands, stages):
+    """The same for a list of stages of each rank."""
+    holders = [[rank for rank, held in enumerate(hands) if stage in held]
+               for stage in range(stages)]  # fmt: skip
+    several = (" and ".join(map(str, ranks)) or "none" for ranks in holders)
+    return goes_round([ranks[0] if len(ranks) == 1 else text
+                       for ranks, text in zip(holders, several, strict=True)], len(hands))
 
 
 @part("7.1", "the stages of a rank", 60)
 def test_stages(answer, sizes):
     for ranks, chunks in sizes(*PLACES):
-        for rank, stages in enumerate(dealt(ranks, chunks)):
+        hands = []
+        for rank in range(ranks):
             case = f"stages_of(rank={rank}, ranks={ranks}, chunks={chunks})"
             got = answer(rank, ranks, chunks)
-            if isinstance(got, (range, tuple)):
-                raise Wrong(f"case: {case}\na list is asked for, yours is a {type(got).__name__}")
-            expect(got, stages, case)
+            if not isinstance(got, list):
+                raise Wrong(f"case: {case}\na list is asked for, yours is {kind(got)}")
+            if (ranks, chunks) in PLACES:
+                expect(got, PLACES[ranks, chunks][rank], case)
+            elif len(got) != chunks or got != sorted(got):
+                raise Wrong(f"case: {case}\n{chunks} stages are asked for, ascending\n"
+                            f"yours:    {got}")  # fmt: skip
+            hands.append(got)
+        reason = hands_go_round(hands, ranks * chunks)
+        if reason:
+            raise Wrong(f"case: ranks={ranks}, chunks={chunks}\n{reason}\nyours:    {hands}")
 
 
 @part("7.1", "the rank of a stage", 40)
@@ -38,9 +68,12 @@ def test_rank(answer, answer_module, sizes):
     if not callable(function):
         raise Wrong("the cell must define the function `rank_of` too; it does not")
     for ranks, chunks in sizes(*PLACES):
-        for rank, stages in enumerate(dealt(ranks, chunks)):
+        for rank, stages in enumerate(PLACES.get((ranks, chunks), ())):
             for stage in stages:
                 expect(function(stage, ranks), rank, f"rank_of(stage={stage}, ranks={ranks})")
+        reason = goes_round([function(stage, ranks) for stage in range(ranks * chunks)], ranks)
+        if reason:
+            raise Wrong(f"case: rank_of(stage, ranks={ranks})\n{reason}")
 
 
 # ranks, groups of as many micro-batches, chunks
@@ -53,11 +86,9 @@ def made(answer, right, p, groups, v):
     shown = right(ranks=p, microbatches=m, chunks=v)
     rows = table(answer(p, m, v), case, shown)
     has_all(rows, p, m, "FB", case, shown, stages=p * v)
-    for rank in range(p):
-        for stage in rows.stages_of(rank):
-            if stage % p != rank:
-                reason = f"rank {rank} holds stage {stage}; dealt round the ranks, that stage "
-                raise wrong_table(f"{reason}is rank {stage % p}'s", case, rows, shown)
+    reason = hands_go_round([rows.stages_of(rank) for rank in range(p)], p * v)
+    if reason:
+        raise wrong_table(f"dealt round the ranks: {reason}", case, rows, shown)
     return rows, m, case, shown
 
 
@@ -105,30 +136,21 @@ def test_bubble(answer, right, sizes):
         within(rows, case, shown, makespan=3 * m + Fraction(3 * (p - 1), v))
 
 
-def looped(stage, ranks):
-    return stage % ranks
-
-
-def v_shape(stage, ranks):
-    there, place = stage % (2 * ranks), stage % ranks
-    return place if there < ranks else ranks - 1 - place
-
-
-def all_forward_all_back(ranks, microbatches, stages, place, kinds="B"):
-    """Rows as lists of text: all of a stage, then all of the next one."""
-    rows = [[] for _ in range(ranks)]
-    for kind, order in (("F", range(stages)), *((k, range(stages)[::-1]) for k in kinds)):
-        for stage in order:
-            rows[place(stage, ranks)] += [f"{stage}{kind}{m}" for m in range(microbatches)]
+def all_forward_all_back(place, microbatches, kinds="B"):
+    """Rows as lists of text: all of a stage, then all of the next one. place: the stages' ranks."""
+    rows = [[] for _ in {*place}]
+    for letter in f"F{kinds}":
+        for stage, rank in sorted(enumerate(place), reverse=letter != "F"):
+            rows[rank] += [f"{stage}{letter}{m}" for m in range(microbatches)]
     return rows
 
 
-# ranks, micro-batches, chunks, placement, kinds of the backward
+# the ranks of stage 0, 1, …; micro-batches; kinds of the backward
 COUNTED = (
-    (1, 2, 1, looped, "B"), (2, 1, 1, looped, ""), (2, 1, 1, looped, "B"), (2, 2, 1, looped, "B"),
-    (3, 1, 1, looped, "B"), (2, 2, 2, looped, "B"), (1, 2, 3, looped, "B"),
-    (2, 2, 2, v_shape, "B"), (3, 4, 2, v_shape, "B"), (2, 2, 2, looped, "IW"),
-    (4, 8, 3, looped, "IW"), (4, 4, 4, v_shape, "IW"),
+    ((0,), 2, "B"), ((0, 1), 1, ""), ((0, 1), 1, "B"), ((0, 1), 2, "B"), ((0, 1, 2), 1, "B"),
+    ((0, 1, 0, 1), 2, "B"), ((0, 0, 0), 2, "B"), ((0, 1, 1, 0), 2, "B"),
+    ((0, 1, 2, 2, 1, 0), 4, "B"), ((0, 1, 0, 1), 2, "IW"), ((0, 1, 2, 3) * 3, 8, "IW"),
+    ((0, 1, 2, 3, 3, 2, 1, 0) * 2, 4, "IW"),
 )  # fmt: skip
 
 
@@ -136,10 +158,12 @@ def counts(answer, rng):
     """Cases with the answer's counts and the right ones, by the package's own lowering."""
     cases = list(COUNTED)
     for _ in range(3):
-        place = rng.choice((looped, v_shape))
-        cases.append((rng.randint(2, 5), rng.randint(1, 6), rng.randint(1, 4), place, "B"))
-    for ranks, microbatches, chunks, place, kinds in cases:
-        rows = all_forward_all_back(ranks, microbatches, ranks * chunks, place, kinds)
+        ranks = rng.randint(2, 5)
+        once = rng.sample(range(ranks), ranks)
+        place = rng.choice((once * rng.randint(1, 4), once + once[::-1], [*once, *once[1:]]))
+        cases.append((tuple(place), rng.randint(1, 6), "B"))
+    for place, microbatches, kinds in cases:
+        rows = all_forward_all_back(place, microbatches, kinds)
         shown = "\n".join(" ".join(row) for row in rows)
         case = f"the rows\n{shown if len(shown) < 400 else shown[:400] + ' …'}"
         right = {}
@@ -148,7 +172,7 @@ def counts(answer, rng):
         got = answer([list(row) for row in rows])
         if not isinstance(got, dict) or not all(isinstance(n, int) for n in got.values()):
             raise Wrong(f"case: {case}\na dictionary {{(source, target): number}} is asked for; "
-                        f"yours is {str(got)[:200]} ({type(got).__name__})")  # fmt: skip
+                        f"yours is {kind(got)}, {str(got)[:200]}")  # fmt: skip
         yield case, got, right
 
 
@@ -178,7 +202,7 @@ def pairs():
     yield ("1F1B and interleaved, 2 ranks, 4 micro-batches, 2 chunks",
            Schedule.parse(ONE_F_ONE_B), Schedule.parse(INTERLEAVED))  # fmt: skip
     for ranks, microbatches, chunks in ((2, 2, 2), (2, 3, 3), (3, 3, 2), (4, 4, 2)):
-        one, other = (Schedule(all_forward_all_back(ranks, microbatches, ranks * v, looped))
+        one, other = (Schedule(all_forward_all_back([*range(ranks)] * v, microbatches))
                       for v in (1, chunks))  # fmt: skip
         yield (f"all forward, then all backward, {ranks} ranks, {microbatches} micro-batches, "
                f"1 and {chunks} chunks", one, other)  # fmt: skip
@@ -189,7 +213,7 @@ def latency_of(answer, name, one, other, forward, backward):
     got = answer(one, other, forward, backward)
     if isinstance(got, bool) or not isinstance(got, Real) or not 0 <= got < 1e6:
         raise Wrong(f"case: {case}\na latency is asked for, a number of 0 or more; yours is "
-                    f"{str(got)[:100]} ({type(got).__name__})")  # fmt: skip
+                    f"{kind(got)}, {str(got)[:100]}")  # fmt: skip
     return case, Fraction(got)
 
 
