@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import minipipe as mp
-from minipipe.teach.testing import Wrong, expect, part
+from minipipe.teach.testing import Wrong, expect, kind, part
 
 
 def v_table(ranks):
@@ -190,8 +190,8 @@ def compare_figures(answer, rng, *keys):
             case = f"{case}, width={width}\n{lines if len(rows) < 5 else ''}".rstrip()
         mine = answer([list(row) for row in rows], width)
         if not isinstance(mine, dict):
-            raise Wrong(f"case: {case}\na dictionary is asked for, yours is a "
-                        f"{type(mine).__name__}")  # fmt: skip
+            raise Wrong(f"case: {case}\na dictionary is asked for, yours is "
+                        f"{kind(mine)}")  # fmt: skip
         for key in keys:
             if key not in mine:
                 raise Wrong(f'case: {case}\nthe dictionary has no "{key}"')
@@ -213,17 +213,37 @@ def test_idle(answer, rng):
     compare_figures(answer, rng, "idle")
 
 
+# forward, backward, exchange | time of the pair
+PAIRS = (
+    (1, 1, Fraction(0), 2),  # nothing to hide: one after the other
+    (1, 1, Fraction(1, 4), Fraction(3, 2)),  # 3/4 of compute for each
+    (1, 1, Fraction(1, 2), 1),
+    (1, 2, Fraction(1, 8), Fraction(21, 8)),  # 7/8 and 14/8 of compute
+    (1, 2, Fraction(1, 2), 2),  # compute would be 1 1/2, but the backward takes 2 by itself
+    (2, 1, Fraction(1, 2), 2),  # and now the forward
+    (2, 5, Fraction(0), 7),
+    (2, 5, Fraction(1, 7), 6),
+    (2, 5, Fraction(3, 4), 5),
+    (7, 3, Fraction(1, 5), 8),
+    (7, 3, Fraction(1), 7),
+)
 SHARES = (Fraction(0), Fraction(1, 8), Fraction(1, 3), Fraction(1, 2), Fraction(3, 4), Fraction(1))
+
+
+def predicted(forward, backward, share):
+    """How long the package's own prediction has a pair take."""
+    table = mp.Schedule.parse("0F0 (0F1;0B0) 0B1")
+    span = mp.simulate(table, mp.Costs(forward, backward, 0, exchange=share)).spans_of(0)[1]
+    return span.end - span.start
 
 
 @part("9.4", "a pair", 60)
 def test_pair(answer, sizes):
-    for forward, backward in sizes((1, 1), (1, 2), (2, 1), (2, 5), (7, 3)):
-        for share in SHARES:
-            compute = forward + backward - share * forward - share * backward
-            right = sorted((compute, forward, backward))[-1]
-            case = f"forward={forward}, backward={backward}, exchange={share}"
-            expect(answer(forward, backward, share), right, case)
+    cases = [*PAIRS, *((*times, share, predicted(*times, share))
+                       for times in sizes((1, 1), (1, 2), (2, 1), (7, 9)) for share in SHARES)]
+    for forward, backward, share, right in cases:
+        case = f"forward={forward}, backward={backward}, exchange={share}"
+        expect(answer(forward, backward, share), right, case)
 
 
 @part("9.4", "a row", 40)
