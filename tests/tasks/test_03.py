@@ -7,6 +7,7 @@ from minipipe.teach.testing import (
     Wrong,
     expect,
     has_all,
+    kind,
     part,
     refusing,
     table,
@@ -174,7 +175,7 @@ def compare(cases, ranks):
 
 def on_ranks(answer, cases, ranks):
     if not callable(answer):
-        raise Wrong(f"run_row must be a function, yours is a {type(answer).__name__}")
+        raise Wrong(f"run_row must be a function, yours is {kind(answer)}")
     compare(cases, mp.launch(run_here, answer, cases, ranks=ranks, timeout=5, threads=1))
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from graphlib import CycleError, TopologicalSorter
 
 import minipipe as mp
-from minipipe.teach.testing import Wrong, expect, part, refusing
+from minipipe.teach.testing import Wrong, expect, kind, part, refusing
 
 # Tables by hand, from small to large; in all of them both ends of a pair agree on the order.
 ONE_RANK = "0F0 0B0"
@@ -303,8 +303,8 @@ def sealed(letter, name):
 
 def expect_named(faults, letters):
     if not isinstance(faults, dict):
-        raise Wrong('a dictionary such as {"A": "…", "B": "…"} is asked for, yours is a '
-                    f"{type(faults).__name__}")  # fmt: skip
+        raise Wrong('a dictionary such as {"A": "…", "B": "…"} is asked for, yours is '
+                    f"{kind(faults)}")  # fmt: skip
     for letter in "ABCDE":
         if letter not in faults:
             raise Wrong(f"program {letter} is missing in your dictionary")
@@ -367,7 +367,7 @@ def on_ring(answer, ranks, late=False):
     import torch
 
     if not callable(answer):
-        raise Wrong(f"shift must be a function, yours is a {type(answer).__name__}")
+        raise Wrong(f"shift must be a function, yours is {kind(answer)}")
     seen = mp.launch(ring, answer, ranks, late, ranks=ranks, timeout=5, threads=1)
     for number, shape in enumerate(SHAPES[1:2] if late else SHAPES):
         for rank in range(ranks):

@@ -6,14 +6,14 @@ from itertools import combinations
 from minipipe.costs import Costs
 from minipipe.schedule import Schedule
 from minipipe.simulate import simulate
-from minipipe.teach.testing import Wrong, expect, part
+from minipipe.teach.testing import Wrong, expect, kind, part
 
 
 def counts_of(counts, total, stages, case, what="layers"):
     """An answer's numbers of layers as a list of ints; Wrong where they are no cut."""
     asked = f"{stages} whole numbers are asked for, in a list, that add up to {total} {what}"
     if not isinstance(counts, (list, tuple)):
-        raise Wrong(f"case: {case}\n{asked}\nyours is a {type(counts).__name__}")
+        raise Wrong(f"case: {case}\n{asked}\nyours is {kind(counts)}")
     for count in counts:
         if isinstance(count, bool) or not hasattr(count, "__index__"):
             raise Wrong(f"case: {case}\n{asked}\nyours: {counts!r:.200}")

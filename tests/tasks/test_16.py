@@ -7,7 +7,16 @@ import minipipe as mp
 from minipipe.costs import Costs
 from minipipe.schedule import Schedule
 from minipipe.simulate import simulate
-from minipipe.teach.testing import Wrong, expect, has_all, part, table, within, wrong_table
+from minipipe.teach.testing import (
+    Wrong,
+    expect,
+    has_all,
+    kind,
+    part,
+    table,
+    within,
+    wrong_table,
+)
 
 # 16.1
 
@@ -95,7 +104,7 @@ def judged(answer, entries, case, costs=SMALL, limit=2, microbatches=3):
     board = answer(dict(entries), costs, limit, microbatches)
     asked = "a list of tuples (name, verdict, makespan, above) is asked for, one an entry"
     if not isinstance(board, (list, tuple)):
-        raise Wrong(f"case: {case}\n{asked}; yours is a {type(board).__name__}")
+        raise Wrong(f"case: {case}\n{asked}; yours is {kind(board)}")
     for entry in board:
         if not isinstance(entry, (list, tuple)) or len(entry) != 4:
             raise Wrong(f"case: {case}\n{asked}; yours has {entry!r:.200}")
@@ -183,12 +192,12 @@ def trained(rank, train):
         result = train(rank, rows, model, list(CUTS), x, y, RATE, STEPS)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise Wrong("two values are asked for, the losses and this rank's part of the model; "
-                        f"yours is a {type(result).__name__}")  # fmt: skip
+                        f"yours is {kind(result)}")  # fmt: skip
         losses, weights = result
         if not isinstance(weights, dict) or not all(isinstance(w, torch.Tensor)
                                                     for w in weights.values()):  # fmt: skip
             raise Wrong("the second value has to be a dictionary from names to tensors; yours is "
-                        f"a {type(weights).__name__}")  # fmt: skip
+                        f"{kind(weights)}")  # fmt: skip
         if isinstance(losses, torch.Tensor):
             losses = losses.tolist()
         if isinstance(losses, (list, tuple)):
