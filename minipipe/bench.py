@@ -240,12 +240,10 @@ def simulation() -> list[Case]:
 
 def simulate_scaling() -> list[Case]:
     """Time for 2,000,000 actions over time for 200,000."""
-    sizes = []
-    for microbatches in (31_250, 3_125):
-        schedule = build("interleaved", ranks=16, microbatches=microbatches)
-        sizes.append([_seconds(_everything, lambda s=schedule: Schedule(s.rows))
-                      for _ in range(3)])  # fmt: skip
-        del schedule
+    schedules = [build("interleaved", ranks=16, microbatches=m) for m in (31_250, 3_125)]
+    turns = [[_seconds(_everything, lambda s=schedule: Schedule(s.rows)) for schedule in schedules]
+             for _ in range(7)]  # fmt: skip
+    sizes = [list(seconds) for seconds in zip(*turns, strict=True)]
     return [case("simulate-scaling", "2,000,000 / 200,000 actions", *sizes, "s",
                   "a tenth of the actions")]  # fmt: skip
 

@@ -255,11 +255,9 @@ def _over_limit(schedule: Schedule, limit: Number, costs: Costs, found: Problems
                 break
 
 
-def _kept(schedule: Schedule, costs: Costs) -> tuple[list[list[Number]], int]:
-    """By how much each action changes what its rank keeps, the parts of a pair one by one, times
-    a scale that makes exact sizes ints."""
-    if schedule.forward_only:
-        return [[0] * len(row) for row in schedule.parts], 1
+def _changes(schedule: Schedule, costs: Costs) -> tuple[dict[tuple[str, int], Number], int]:
+    """By how much an action of a kind and stage changes what its rank keeps ("again": a forward
+    whose activations are computed again), times a scale that makes exact sizes ints."""
     names = ("input_size", "forward_size", "weight_size")
     table: dict[tuple[str, int], Number] = {}
     for stage, sizes in enumerate(zip(*(costs.per_stage(n, schedule) for n in names), strict=True)):
@@ -268,8 +266,15 @@ def _kept(schedule: Schedule, costs: Costs) -> tuple[list[list[Number]], int]:
                    "R": kept - inputs, "again": inputs}  # fmt: skip
         table |= {(kind, stage): change for kind, change in changes.items()}
     scale = common_scale(table.values())
-    if scale > 1:
-        table = {key: int(change * scale) for key, change in table.items()}
+    return {key: int(c * scale) if scale > 1 else c for key, c in table.items()}, scale
+
+
+def _kept(schedule: Schedule, costs: Costs) -> tuple[list[list[Number]], int]:
+    """By how much each action changes what its rank keeps, the parts of a pair one by one, times
+    the scale of `_changes`."""
+    if schedule.forward_only:
+        return [[0] * len(row) for row in schedule.parts], 1
+    table, scale = _changes(schedule, costs)
     rows = [list(map(table.__getitem__, map(KIND_AND_STAGE, row))) for row in schedule.parts]
     if schedule.recomputes:
         again = {(a.stage, a.microbatch) for row in schedule.parts for a in row if a.kind == "R"}
@@ -280,9 +285,16 @@ def _kept(schedule: Schedule, costs: Costs) -> tuple[list[list[Number]], int]:
     return rows, scale
 
 
-def memory_peaks(schedule: Schedule, costs: Costs) -> list[Number]:
-    """The most that each rank keeps at once; see `memory_levels`."""
-    rows, scale = _kept(schedule, costs)
+def memory_peaks(schedule: Schedule, costs: Costs, program=None) -> list[Number]:
+    """The most that each rank keeps at once; see `memory_levels`. program: the lowered schedule,
+    with which it is quicker."""
+    if not program or program.paired or schedule.recomputes or schedule.forward_only:
+        rows, scale = _kept(schedule, costs)
+    else:
+        table, scale = _changes(schedule, costs)
+        by_code = [change for key in program.code
+                   for change in [table[key]] * schedule.microbatches]  # fmt: skip
+        rows = [map(by_code.__getitem__, codes) for codes in program.codes]
     peaks = [max(accumulate(changes, initial=0)) for changes in rows]
     return [exact(Fraction(peak, scale)) for peak in peaks] if scale > 1 else peaks
 

@@ -65,9 +65,9 @@ class Program:
             for code, (_, _, _, other) in zip(chain(*self.codes), actions, strict=True):
                 if other is not None:
                     self.paired[code] = base[other.kind][other.stage] + other.microbatch
-        self.place = [-1] * (len(keys) * microbatches)
+        places = self.place = [-1] * (len(keys) * microbatches)
         for place, code in enumerate(chain(*self.codes)):
-            self.place[code] = place
+            places[code] = place
         for code, other in self.paired.items():
             self.place[other] = self.place[code]
 
@@ -174,9 +174,11 @@ def _legal(program: Program) -> bool:
         return False
     for stage in range(schedule.stages):
         forward, whole, inputs, weights, again = (program.places(k, stage) for k in "FBIWR")
-        gradients = list(map(max, whole, inputs))
         split = inputs.count(-1)
-        ends = [forward] if schedule.forward_only else [forward, list(map(max, gradients, weights))]
+        fused = split == count  # no I of this stage: neither has it a W, or the counts differ
+        gradients = whole if fused else list(map(max, whole, inputs))
+        done = gradients if fused else list(map(max, gradients, weights))
+        ends = [forward] if schedule.forward_only else [forward, done]
         if schedule.recomputes:
             if not all(f < r < g or r < 0 for f, r, g in
                        zip(forward, again, gradients, strict=True)):  # fmt: skip
@@ -188,7 +190,7 @@ def _legal(program: Program) -> bool:
             return False
         if not schedule.forward_only and not (
             all(map(lt, forward, gradients)) and whole.count(-1) + split == count
-            and weights.count(-1) == split and all(map(ge, weights, inputs))
+            and weights.count(-1) == split and (fused or all(map(ge, weights, inputs)))
         ):  # fmt: skip
             return False
     return True

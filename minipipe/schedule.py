@@ -17,8 +17,9 @@ _UNORDERED = (str, bytes, Mapping, Set)  # what is no list of actions
 _CELL = re.compile(r"\([^)]*\)\w*|[^\s,]+")
 
 
-def _row(number: int, cells) -> tuple[Action, ...]:
-    """One row of actions from actions or their text; names the place of what is neither."""
+def _row(number: int, cells) -> tuple[tuple[Action, ...], int | None]:
+    """One row of actions from actions or their text, and its last micro-batch (None if there are
+    pairs in it); names the place of what is neither."""
     if isinstance(cells, _UNORDERED) or not isinstance(cells, Iterable):
         raise ScheduleError(f"row {number} must be a list of actions, not {cells!r:.40}")
     row = tuple(cells)
@@ -27,14 +28,15 @@ def _row(number: int, cells) -> tuple[Action, ...]:
         if ({*map(type, numbers)} <= {int} and min(numbers, default=0) >= 0
                 and {*map(type, map(_KIND, row))} <= {str} and {*map(_KIND, row)} <= KINDS.keys()
                 and not any(map(_OVERLAPPED, row))):  # fmt: skip
-            return row
+            return row, max(numbers[len(row) :], default=-1)
     actions: list[Action] = []
     for cell in row:
         try:
             actions.append(Action.parse(str(cell) if isinstance(cell, Action) else cell))
         except ScheduleError as error:
             raise ScheduleError(f"row {number}, place {len(actions)}: {error}") from None
-    return tuple(actions)
+    pairs = any(map(_OVERLAPPED, actions))
+    return tuple(actions), None if pairs else max(map(_MICROBATCH, actions), default=-1)
 
 
 class Schedule:
@@ -47,7 +49,9 @@ class Schedule:
     def __init__(self, rows: Iterable[Iterable[Action | str]], name: str = ""):
         if isinstance(rows, _UNORDERED) or not isinstance(rows, Iterable):
             raise ScheduleError("rows must be lists of actions; Schedule.parse reads text")
-        self.rows: tuple[tuple[Action, ...], ...] = tuple(starmap(_row, enumerate(rows)))
+        read = [*starmap(_row, enumerate(rows))]
+        self.rows: tuple[tuple[Action, ...], ...] = tuple(row for row, _ in read)
+        self._last = [last for _, last in read]
         self.name = name
         if not any(self.rows):
             raise ScheduleError("the schedule has no actions")
@@ -102,12 +106,14 @@ class Schedule:
     @cached_property
     def microbatches(self) -> int:
         """Number of micro-batches: one more than the largest number in the table."""
+        if not self.has_pairs:
+            return 1 + max(self._last)
         return 1 + max(max(map(_MICROBATCH, row)) for row in self.parts if row)
 
     @cached_property
     def has_pairs(self) -> bool:
         """Whether there are overlapped pairs."""
-        return any(any(map(_OVERLAPPED, row)) for row in self.rows)
+        return None in self._last
 
     @cached_property
     def parts(self) -> tuple[tuple[Action, ...], ...]:

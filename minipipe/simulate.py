@@ -40,7 +40,7 @@ def simulate(schedule: Schedule | Program, costs: Costs | None = None) -> Timeli
         raise problems(schedule).error()
     return Timeline(
         schedule, starts, ends, partial(memory_levels, schedule, costs),
-        peaks=memory_peaks(schedule, costs), time_scale=scale, bytes_sent=bytes_sent,
+        peaks=memory_peaks(schedule, costs, program), time_scale=scale, bytes_sent=bytes_sent,
         transfers=map(exact, transfers), messages=routes.total(),
         lower_bound=lower_bound(schedule, costs),
     )  # fmt: skip
