@@ -227,17 +227,14 @@ figure
 
 
 # %% name="slider"
-try:
-    from ipywidgets import IntSlider, interact
-except ImportError:
-    print("no sliders here: the figures above show the same")
-else:
+from minipipe.teach import sliders
 
-    def show(ranks, microbatches):
-        return mp.plot.timeline(mp.simulate(forward_rows(ranks, microbatches), no_latency))
 
-    interact(show, ranks=IntSlider(4, 1, 8, continuous_update=False),
-             microbatches=IntSlider(6, 1, 24, continuous_update=False))  # fmt: skip
+def show(ranks, microbatches):
+    return mp.plot.timeline(mp.simulate(forward_rows(ranks, microbatches), no_latency))
+
+
+sliders(show, ranks=(1, 8, 4), microbatches=(1, 24, 6))
 
 # %% [markdown] name="backward"
 # ## And backward

@@ -219,7 +219,24 @@ mp.plot.memory(*run_both())
 # know how long a message takes, which was measured before the step. In 1F1B's steady state
 # neighbours wait for each other's messages again and again. GPipe waits for one only when the
 # pipeline fills and when it turns round.
+# %% [markdown] name="stepped-asked"
+# ## Step through the run
 #
+# The step with 1F1B once more, recorded, and now action by action: the buttons go forward and back.
+# For each rank you see what it runs or what it waits for, and which micro-batches it holds; below,
+# which messages are under way. Find the moment at which rank 0 goes backward for the first time.
+# What does it hold then? And who waited for whom just before?
+# %% name="stepped"
+from minipipe.teach import Stepper
+
+
+def run_one():
+    everyone = mp.launch(train, [mp.build("1f1b", ranks=4, microbatches=8)], ranks=4)
+    return everyone[0][0][2]
+
+
+Stepper(run_one())
+# %% [markdown] name="uneven"
 # ## Stages are not equal
 #
 # So far each micro-batch counted 1 on each rank. In real networks the early layers often keep more
@@ -391,15 +408,13 @@ draw_limits()
 # Move the slider through the same tables, one at a time.
 
 # %% name="limits-slider"
+from minipipe.teach import sliders
+
+
 def slide():
     figures = {k: mp.plot.timeline(mp.simulate(mp.Schedule(rows_within([k] * 4, 8))))
                for k in (1, 2, 3, 4)}  # fmt: skip
-    try:
-        from ipywidgets import IntSlider, interact
-    except ImportError:
-        print("The slider needs ipywidgets: python -m pip install ipywidgets")
-    else:
-        interact(lambda room: figures[room], room=IntSlider(4, 1, 4, description="room for"))
+    sliders(lambda room: figures[room], room=(1, 4, 4))
 
 
 slide()

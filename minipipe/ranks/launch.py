@@ -26,7 +26,7 @@ from minipipe.ranks import child
 
 GRACE = 0.5  # seconds that a lost connection waits for the death or the error behind it
 LONGEST_LINE = 1 << 20  # bytes; output without newlines is cut there, not collected
-_lock = threading.Lock()
+starting = threading.RLock()  # a process is started, with another `__main__`
 _idle: list[SimpleNamespace] = []  # spawned ranks that wait for the next launch
 
 
@@ -174,7 +174,7 @@ def _pickle_call(fn: Callable, args: tuple) -> bytes:
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     known = cloudpickle.list_registry_pickle_by_value()
     by_value = module and module.__name__ not in known and not _is_importable(module)
-    with _lock:  # cloudpickle's register is shared by all threads
+    with starting:  # cloudpickle's register is shared by all threads
         try:
             if by_value:
                 cloudpickle.register_pickle_by_value(module)
@@ -214,11 +214,22 @@ def _run_under_torchrun(fn, args, ranks, timeout, backend) -> list[Any]:
 
 
 def _start_ranks(count: int) -> list[SimpleNamespace]:
-    """Processes that wait for a task: forked from one that has torch, or spawned and used again."""
+    """Processes that wait for a task; tried twice, since a fork server may just have died."""
+    try:
+        return _try_to_start(count)
+    except (EOFError, OSError):
+        try:
+            return _try_to_start(count)
+        except (EOFError, OSError) as error:
+            raise RuntimeError(f"no rank starts: does {sys.executable} import torch?") from error
+
+
+def _try_to_start(count: int) -> list[SimpleNamespace]:
+    """Forked from a process that has torch, or spawned and used again."""
     forked, ranks = not _must_spawn(), []
     context = multiprocessing.get_context("forkserver" if forked else "spawn")
     try:
-        with _lock:
+        with starting:
             ranks += [] if forked else [_idle.pop() for _ in range(min(count, len(_idle)))]
             main = sys.modules["__main__"]
             sys.modules["__main__"] = ModuleType("__main__")  # else ranks run the script again
@@ -235,10 +246,8 @@ def _start_ranks(count: int) -> list[SimpleNamespace]:
                 sys.modules["__main__"] = main
         for rank in ranks:
             rank.new = rank.new and rank.link.recv()
-    except BaseException as error:
+    except BaseException:
         _end_ranks(ranks)
-        if isinstance(error, (EOFError, OSError)):
-            raise RuntimeError(f"no rank starts: does {sys.executable} import torch?") from error
         raise
     return ranks
 
@@ -384,7 +393,7 @@ class _Watch:
             for end in [end for rank in self.ranks for end in (rank.link, rank.output)]:
                 if end and not keep:
                     end.close()
-            with _lock:
+            with starting:
                 _idle.extend(self.ranks if keep else [])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 
 _LATER = {"reveal": "minipipe.teach.notebook", "Stepper": "minipipe.teach.stepper",
-          "side_by_side": "minipipe.teach.notebook"}  # fmt: skip
+          "side_by_side": "minipipe.teach.notebook", "sliders": "minipipe.teach.notebook"}  # fmt: skip
 
 __all__ = [*_LATER]
 

@@ -29,7 +29,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from minipipe.ranks.launch import warm
+import psutil
+
+from minipipe.ranks.launch import starting, warm
 from minipipe.teach import answers
 from minipipe.teach.course import Course, CourseError, Task
 
@@ -150,19 +152,21 @@ class _Child:
             _preload()
             multiprocessing.forkserver.ensure_running()
             ours = multiprocessing.forkserver._forkserver
-            server = ours._forkserver_address, getattr(ours, "_forkserver_authkey", None)
+            key = getattr(ours, "_forkserver_authkey", None)
+            server = ours._forkserver_address, ours._forkserver_pid, key
         with contextlib.suppress(CourseError):  # a release has no solutions
             answers.solution_text(course, task.id)  # here, not in each child
         texts = {key: text for key, text in answers.texts.items() if key[1] == task.id}
         arguments = (course, task.id, answer, seed, texts, server)
         self.process = context.Process(
             target=_be_child, args=(theirs, their_out, self._nonce, self.stack, *arguments))
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = type(sys)("__main__")  # else the script would run in the child
-        try:
-            self.process.start()
-        finally:
-            sys.modules["__main__"] = main
+        with starting:  # answers are judged in several threads
+            main = sys.modules["__main__"]
+            sys.modules["__main__"] = type(sys)("__main__")  # else the child runs it
+            try:
+                self.process.start()
+            finally:
+                sys.modules["__main__"] = main
         theirs.close()
         their_out.close()
         self.readers = [threading.Thread(target=read, daemon=True)
@@ -333,9 +337,16 @@ def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (256 << 20, 256 << 20))
 
 
-def _share_fork_server(address: str, key: bytes | None) -> None:
-    """Let ranks that the tests start come from the parent's fork server, which has torch."""
+def _share_fork_server(address: str, pid: int, key: bytes | None) -> None:
+    """Let ranks that the tests start come from the parent's fork server, which has torch; from one
+    of their own where that has died."""
     server = multiprocessing.forkserver._forkserver
     server._forkserver_address = address
     server._forkserver_authkey = key  # from Python 3.14 on
-    server.ensure_running = lambda: None
+    start_own = server.ensure_running
+
+    def ensure_running() -> None:
+        if server._forkserver_pid or not psutil.pid_exists(pid):
+            start_own()
+
+    server.ensure_running = ensure_running

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import os
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
@@ -82,6 +84,20 @@ def reveal(guess: Any, right: float, unit: str = "", within: float = 0.0) -> Non
     unit = f" {unit}" if unit else ""
     verdict = "Right." if abs(guess - right) <= within + 1e-9 else "Look why before you go on."
     print(f"your guess: {guess:g}{unit}\nit is:      {float(right):.4g}{unit}\n{verdict}")
+
+
+def sliders(function: Callable, **numbers: tuple[int, int, int]) -> None:
+    """Sliders that draw a figure anew: sliders(show, ranks=(1, 8, 4)), each (least, most, first).
+    Where a notebook has none, or nobody looks ($MINIPIPE_SLIDERS is 0), a line says so."""
+    try:
+        from ipywidgets import IntSlider, interact
+    except ImportError:
+        interact = None
+    if interact is None or os.environ.get("MINIPIPE_SLIDERS") == "0":
+        print("No sliders here: the figures above show the same.")
+        return
+    interact(function, **{name: IntSlider(first, least, most, continuous_update=False)
+                          for name, (least, most, first) in numbers.items()})  # fmt: skip
 
 
 class side_by_side:  # noqa: N801  used like a function

@@ -181,10 +181,11 @@ def run(course: Course, notebook: nbformat.NotebookNode, limit: float = 120.0,
 
     with tempfile.TemporaryDirectory(prefix="minipipe-") as directory:
         environment = os.environ | {"MINIPIPE_ANSWERS": str(answers or directory),
-                                    "MINIPIPE_COURSE": str(course.root)}  # fmt: skip
+                                    "MINIPIPE_COURSE": str(course.root),
+                                    "MINIPIPE_SLIDERS": "0"}  # fmt: skip
         place = {"metadata": {"path": str(course.root / "lessons")}}
         client = NotebookClient(notebook, timeout=limit, allow_errors=True, kernel_name="python3",
-                                resources=place, store_widget_state=False)  # fmt: skip
+                                resources=place)  # fmt: skip
         client.execute(env=environment)
     return notebook
 
