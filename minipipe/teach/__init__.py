@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 
-_LATER = {"reveal": "minipipe.teach.notebook", "Stepper": "minipipe.teach.stepper",
-          "side_by_side": "minipipe.teach.notebook", "sliders": "minipipe.teach.notebook"}  # fmt: skip
+_LATER = {"Stepper": "minipipe.teach.stepper",
+          **dict.fromkeys(("reveal", "side_by_side", "sliders"), "minipipe.teach.notebook")}
 
 __all__ = [*_LATER]
 
