@@ -36,8 +36,6 @@ _preloaded = ["torch", "torch.distributed", "torch._dynamo", "numpy", child.__na
 
 def _set_up_fork_server() -> None:
     server = multiprocessing.forkserver._forkserver
-    # What a process that comes from a fork server has inherited: it may import this only now, while
-    # its task is unpickled.
     inherited = server._inherited_fds
     server.__init__()  # that of a forked process is its parent's
     server._inherited_fds = inherited
@@ -57,8 +55,11 @@ def _end_fork_server() -> None:
 if hasattr(os, "fork"):
     import multiprocessing.forkserver
 
-    # At import: a fork server that something else has started before would stay without torch.
-    _set_up_fork_server()
+    # A fork server that something else has started before would stay without torch. But who comes
+    # from one, and imports this only while its task is unpickled, keeps what it has inherited.
+    if multiprocessing.forkserver._forkserver._forkserver_pid:
+        _set_up_fork_server()
+    multiprocessing.forkserver.set_forkserver_preload(_preloaded)
     os.register_at_fork(after_in_child=_set_up_fork_server)
     atexit.register(_end_fork_server)
 

@@ -346,7 +346,14 @@ def _share_fork_server(address: str, pid: int, key: bytes | None) -> None:
     start_own = server.ensure_running
 
     def ensure_running() -> None:
-        if server._forkserver_pid or not psutil.pid_exists(pid):
+        if server._forkserver_pid or not _lives(pid):
             start_own()
 
     server.ensure_running = ensure_running
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
