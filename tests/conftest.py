@@ -1,7 +1,5 @@
 """What all tests share: ranks that start at once, and none that stay."""
 
-import contextlib
-import multiprocessing
 import os
 
 import pytest
@@ -19,12 +17,7 @@ def pytest_collection_modifyitems(items):
     """Start the fork server while the first tests run, with all that a rank of a test imports."""
     if not any("engine" in item.path.parts for item in items):
         return
-    with contextlib.suppress(ValueError):  # no fork server on this system
-        multiprocessing.get_context("forkserver").set_forkserver_preload([
-            "torch", "torch.distributed", "torch._dynamo", "numpy", "minipipe.ranks.child",
-            "minipipe.pipeline", "minipipe", "pytest", "hypothesis",
-        ])  # fmt: skip
-    launch.warm()
+    launch.warm("minipipe.pipeline", "minipipe", "pytest", "hypothesis")
 
 
 @pytest.fixture

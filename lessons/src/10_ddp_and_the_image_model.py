@@ -450,7 +450,7 @@ for axes, (name, (rows, forward, backward, gradients, border)) in zip(
     gigabytes = [speed / 1e9 for speed in speeds]
     axes.plot(gigabytes, [1e3 * t for t in ring], label="DDP")
     axes.plot(gigabytes, [1e3 * t for t in gpipe], label="GPipe, 8 micro-batches")
-    axes.axhline(1e3 * compute, color="grey", linestyle=":")
+    axes.axhline(1e3 * compute, color="grey", linestyle=":", label="compute alone")
     axes.set(xscale="log", yscale="log", title=f"{name}, 4 devices (predicted)",
              xlabel="bandwidth of a link (GB/s)", ylabel="time of a step (ms)")
     axes.legend()

@@ -36,11 +36,9 @@ _preloaded = ["torch", "torch.distributed", "torch._dynamo", "numpy", child.__na
 
 def _set_up_fork_server() -> None:
     server = multiprocessing.forkserver._forkserver
-    inherited = server._inherited_fds
     server.__init__()  # that of a forked process is its parent's
-    server._inherited_fds = inherited
     _idle.clear()
-    multiprocessing.forkserver.set_forkserver_preload(_preloaded)
+    server.set_forkserver_preload(_preloaded)
 
 
 def _end_fork_server() -> None:
@@ -127,8 +125,7 @@ def launch(
 
 
 def warm(*modules: str) -> None:
-    """Start to import torch, and further modules, in the background, so that the first launch
-    needn't wait for it. Modules come too late where a launch was before."""
+    """Start to import torch, and more modules, in the background: the first launch needn't wait."""
     _preloaded.extend(modules)
     if _must_spawn() or child.task:
         return

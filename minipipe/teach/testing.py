@@ -189,6 +189,40 @@ def within(schedule: Schedule, case: str, right: Schedule | None = None, *, make
             raise wrong_table(reason, case, schedule, right)
 
 
+def not_one_at_a_time(schedule: Schedule, case: str, right: Schedule | None = None) -> None:
+    """Wrong where rank 0 of several does its first backward before it begins a second micro-batch:
+    that is the naive order, however little it keeps."""
+    begun = set()
+    for action in schedule.rows[0]:
+        if action.kind != "F":
+            break
+        begun.add(action.microbatch)
+    if schedule.ranks > 1 and schedule.microbatches > 1 and len(begun) < 2:
+        reason = "rank 0 begins no second micro-batch before the first is back, as in naive"
+        raise wrong_table(reason, case, schedule, right)
+
+
+_launched: dict[tuple, Any] = {}  # an answer is loaded anew for each test; equal code runs once
+
+
+def run_on_ranks(fn: Callable, answer: Any, ranks: int, timeout: float = 5.0) -> list[Any]:
+    """What fn(rank, answer) returned on each rank; Wrong where the ranks wait for ever."""
+    from minipipe.ranks.launch import RankError, RankTimeout, launch
+
+    key = fn, ranks, getattr(answer, "__code__", id(answer))
+    if key not in _launched:
+        try:
+            _launched[key] = launch(fn, answer, ranks=ranks, timeout=timeout)
+        except RankTimeout as error:
+            waits = "the ranks wait for each other, or for what nobody sends:"
+            _launched[key] = Wrong(f"{waits}\n{error}")
+        except RankError as error:
+            _launched[key] = error
+    if isinstance(_launched[key], Exception):
+        raise _launched[key]
+    return _launched[key]
+
+
 @contextlib.contextmanager
 def refusing(*names: str, why: str = "the task is to do it by hand") -> Iterator[None]:
     """In this block "module:name" can't be called by anyone; for use inside ranks too, where a

@@ -7,7 +7,17 @@ from minipipe.costs import Costs
 from minipipe.lower import lower
 from minipipe.schedule import Schedule
 from minipipe.simulate import simulate
-from minipipe.teach.testing import Wrong, expect, has_all, kind, part, table, within, wrong_table
+from minipipe.teach.testing import (
+    Wrong,
+    expect,
+    has_all,
+    kind,
+    not_one_at_a_time,
+    part,
+    table,
+    within,
+    wrong_table,
+)
 
 # (ranks, chunks): the stages of each rank, as cards are dealt
 PLACES = {
@@ -92,26 +102,13 @@ def made(answer, right, p, groups, v):
     return rows, m, case, shown
 
 
-def one_at_a_time(rows, case, shown):
-    """Wrong where rank 0 of several does its first backward before it begins a second micro-batch:
-    that is the naive order, however little it keeps."""
-    begun = set()
-    for action in rows.rows[0]:
-        if action.kind != "F":
-            break
-        begun.add(action.microbatch)
-    if rows.ranks > 1 and rows.microbatches > 1 and len(begun) < 2:
-        reason = "rank 0 begins no second micro-batch before the first is back, as in naive"
-        raise wrong_table(reason, case, rows, shown)
-
-
 @part("7.2", "right order", 60)
 def test_order(answer, right, sizes):
     """Legal, on looped stages, not one micro-batch at a time, and 1F1B: who has forwards left after
     the longest warm-up that is of use does some after the first backward."""
     for p, groups, v in sizes(*LOOPS):
         rows, m, case, shown = made(answer, right, p, groups, v)
-        one_at_a_time(rows, case, shown)
+        not_one_at_a_time(rows, case, shown)
         for rank, row in enumerate(rows.rows):
             kinds = "".join(action.kind for action in row)
             enough = (v - 1) * p + 2 * (p - 1 - rank) + 1 < m * v

@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import minipipe as mp
-from minipipe.teach.testing import Wrong, expect, kind, part
+from minipipe.teach.testing import Wrong, expect, kind, part, run_on_ranks
 
 
 def v_table(ranks):
@@ -78,24 +78,6 @@ def with_missing(rank, add):
     return [p.grad for p in parameters]
 
 
-_launched = {}  # an answer is loaded anew for each test; equal code needn't run again
-
-
-def run(fn, add, ranks):
-    """What fn(add) returned on each rank; Wrong where the ranks wait for ever."""
-    key = fn, ranks, getattr(add, "__code__", id(add))
-    if key not in _launched:
-        try:
-            _launched[key] = mp.launch(fn, add, ranks=ranks, timeout=5)
-        except mp.RankError as error:
-            waits = "the ranks wait for each other, or for what nobody sends:"
-            timed_out = "Timeout" in type(error).__name__
-            _launched[key] = Wrong(f"{waits}\n{error}") if timed_out else error
-    if isinstance(_launched[key], Exception):
-        raise _launched[key]
-    return _launched[key]
-
-
 def compare_sums(found, dtype, tolerance):
     import torch
 
@@ -115,7 +97,7 @@ def compare_sums(found, dtype, tolerance):
 def test_sum(answer):
     import torch
 
-    compare_sums(run(on_each_rank, answer, 4), torch.float64, 1e-12)
+    compare_sums(run_on_ranks(on_each_rank, answer, 4), torch.float64, 1e-12)
 
 
 @part("9.2", "equal to the last bit", 30)
@@ -123,7 +105,7 @@ def test_bits(answer):
     """In float32: gradients and, after an update, weights of both copies."""
     import torch
 
-    found = run(on_each_rank, answer, 4)
+    found = run_on_ranks(on_each_rank, answer, 4)
     compare_sums(found, torch.float32, 1e-6)
     for stage in range(2):
         first, second = found[stage], found[3 - stage]
@@ -143,7 +125,7 @@ def test_missing(answer):
     each = [made(0, rank, torch.float64) for rank in range(2)]
     sums = [a.grad + b.grad for a, b in zip(*each, strict=True)]
     sums[1], sums[2] = each[1][1].grad, each[0][2].grad
-    for rank, grads in enumerate(run(with_missing, answer, 2)):
+    for rank, grads in enumerate(run_on_ranks(with_missing, answer, 2)):
         for place, (grad, total) in enumerate(zip(grads, sums, strict=True)):
             missing = {1: "None on rank 0", 2: "None on rank 1"}.get(place, "there on both ranks")
             expect(grad, total, f"a gradient that was {missing}, afterwards on rank {rank}", 1e-12)

@@ -4,8 +4,7 @@ import contextlib
 from fractions import Fraction
 from unittest import mock
 
-import minipipe as mp
-from minipipe.teach.testing import Wrong, expect, kind, part, refusing
+from minipipe.teach.testing import Wrong, expect, kind, part, refusing, run_on_ranks
 
 COLLECTIVES = [f"torch.distributed:{name}" for name in (
     "all_reduce", "all_reduce_coalesced", "all_reduce_inplace", "reduce", "broadcast",
@@ -15,24 +14,6 @@ COLLECTIVES = [f"torch.distributed:{name}" for name in (
     "all_to_all", "all_to_all_single", "all_to_all_single_autograd", "all_gather_object",
     "gather_object", "scatter_object_list", "broadcast_object_list",
 )]  # fmt: skip
-
-
-_launched = {}  # an answer is loaded anew for each test; equal code needn't run again
-
-
-def run(fn, answer, ranks):
-    """What fn(answer) returned on each rank; Wrong where the ranks wait for ever."""
-    key = fn, ranks, getattr(answer, "__code__", id(answer))
-    if key not in _launched:
-        try:
-            _launched[key] = mp.launch(fn, answer, ranks=ranks, timeout=5)
-        except mp.RankError as error:
-            waits = "the ranks wait for each other, or for what nobody sends:"
-            timed_out = "Timeout" in type(error).__name__
-            _launched[key] = Wrong(f"{waits}\n{error}") if timed_out else error
-    if isinstance(_launched[key], Exception):
-        raise _launched[key]
-    return _launched[key]
 
 
 # The ring.
@@ -94,7 +75,7 @@ def rings(answer):
     import torch
 
     for ranks in LENGTHS:
-        found = run(around, answer, ranks)
+        found = run_on_ranks(around, answer, ranks)
         for place, length in enumerate(LENGTHS[ranks]):
             total, case = found[0][place][0], f"ranks={ranks}, length {length}"
             if not isinstance(total, torch.Tensor):
@@ -184,7 +165,7 @@ def reference(ranks):
 
 def compare_gradients(answer, ranks):
     _, right = reference(ranks)
-    for rank, (_, grads) in enumerate(run(one_step, answer, ranks)):
+    for rank, (_, grads) in enumerate(run_on_ranks(one_step, answer, ranks)):
         for name in sorted(right, key=lambda name: right[name].numel()):
             case = f"rows of the ranks: {ROWS[ranks]}; rank {rank}, .grad of {name}"
             expect(grads[name], right[name], case, 1e-6)
@@ -204,7 +185,7 @@ def test_unequal_shares(answer):
 def test_loss(answer):
     for ranks in (2, 3):
         right, _ = reference(ranks)
-        for rank, (loss, _) in enumerate(run(one_step, answer, ranks)):
+        for rank, (loss, _) in enumerate(run_on_ranks(one_step, answer, ranks)):
             if getattr(loss, "numel", lambda: 0)() == 1:
                 loss = loss.item()
             expect(loss, right, f"rows of the ranks: {ROWS[ranks]}; returned on rank {rank}", 1e-6)
