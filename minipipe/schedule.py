@@ -10,11 +10,26 @@ from operator import itemgetter
 
 from minipipe.actions import KINDS, Action, ScheduleError
 
-# Rows can be long: what follows from them is read with these, without a loop in Python.
+# Rows can be long: what follows from them is read with these, without a loop in Python, and
+# where one reading follows another, block by block, so that the cache still has the actions.
 _STAGE, _KIND, _MICROBATCH, _OVERLAPPED = map(itemgetter, range(4))
 KIND_AND_STAGE = itemgetter(1, 0)
+_BLOCK = 2048
 _UNORDERED = (str, bytes, Mapping, Set)  # what is no list of actions
 _CELL = re.compile(r"\([^)]*\)\w*|[^\s,]+")
+
+
+def _last(block: tuple) -> int | None:
+    """The last micro-batch of some plain actions, or None if not all are such."""
+    if {*map(type, block)} != {Action}:
+        return None
+    stages, kinds, microbatches = ([*map(of, block)] for of in (_STAGE, _KIND, _MICROBATCH))
+    plain = (
+        {*map(type, stages), *map(type, microbatches)} == {int} and {*map(type, kinds)} == {str}
+        and {*kinds} <= KINDS.keys() and min(stages) >= 0 and min(microbatches) >= 0
+        and not any(map(_OVERLAPPED, block))
+    )  # fmt: skip
+    return max(microbatches) if plain else None
 
 
 def _row(number: int, cells) -> tuple[tuple[Action, ...], int | None]:
@@ -22,13 +37,14 @@ def _row(number: int, cells) -> tuple[tuple[Action, ...], int | None]:
     pairs in it); names the place of what is neither."""
     if isinstance(cells, _UNORDERED) or not isinstance(cells, Iterable):
         raise ScheduleError(f"row {number} must be a list of actions, not {cells!r:.40}")
-    row = tuple(cells)
-    if {*map(type, row)} <= {Action}:
-        numbers = [*map(_STAGE, row), *map(_MICROBATCH, row)]
-        if ({*map(type, numbers)} <= {int} and min(numbers, default=0) >= 0
-                and {*map(type, map(_KIND, row))} <= {str} and {*map(_KIND, row)} <= KINDS.keys()
-                and not any(map(_OVERLAPPED, row))):  # fmt: skip
-            return row, max(numbers[len(row) :], default=-1)
+    row, last = tuple(cells), -1
+    for begin in range(0, len(row), _BLOCK):
+        found = _last(row[begin : begin + _BLOCK])
+        if found is None:
+            break
+        last = max(last, found)
+    else:
+        return row, last
     actions: list[Action] = []
     for cell in row:
         try:

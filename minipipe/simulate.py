@@ -35,8 +35,8 @@ def simulate(schedule: Schedule | Program, costs: Costs | None = None) -> Timeli
         bytes_sent[source] += size * count
         transfers[source] += sum(way) * count
     *prices, scale = _prices(program, costs, ways)
-    starts, ends = _run(program, *prices)
-    if len(starts) < program.first[-1]:
+    starts, ends, finished = _run(program, *prices)
+    if not finished:
         raise problems(schedule).error()
     return Timeline(
         schedule, starts, ends, partial(memory_levels, schedule, costs),
@@ -74,15 +74,15 @@ def _prices(program: Program, costs: Costs, ways: dict) -> tuple[list, dict, lis
     return [t for value in times for t in [scaled(value)] * count], pairs, delays, scale
 
 
-def _run(program: Program, times, pairs, delays) -> tuple[list[Number], list[Number]]:
-    """Starts and ends of all actions in the order of the rows; fewer if some never start."""
+def _run(program: Program, times, pairs, delays) -> tuple[list[Number], list[Number], bool]:
+    """Starts and ends of all actions in the order of the rows, and whether all of them ran."""
     paired, ranks = program.paired, range(program.schedule.ranks)
     needs = [need for key in program.code for need in program.needs(*key)]
     arrival: list = [None] * len(needs) + [0]  # by code; the last is what waits for nothing
     waiting: dict[int, int] = {}  # code -> the rank that waits for it
     free: dict = {}  # by link
-    starts: list[list[Number]] = [[] for _ in ranks]
-    ends: list[list[Number]] = [[] for _ in ranks]
+    starts: list = [None] * program.first[-1]
+    ends: list = [None] * program.first[-1]
 
     def send(code: int, now: Number) -> None:
         if delays and delays[code]:
@@ -97,9 +97,9 @@ def _run(program: Program, times, pairs, delays) -> tuple[list[Number], list[Num
     def runs(rank: int) -> Iterator[None]:
         """One rank's program; yields where it has to wait."""
         now = 0
-        began, ended, codes = starts[rank], ends[rank], program.codes[rank]
-        for code, need, time in zip(codes, map(needs.__getitem__, codes),
-                                    map(times.__getitem__, codes), strict=True):  # fmt: skip
+        places, codes = range(*program.first[rank : rank + 2]), program.codes[rank]
+        for place, code, need, time in zip(places, codes, map(needs.__getitem__, codes),
+                                           map(times.__getitem__, codes), strict=True):  # fmt: skip
             if arrival[need] is None:
                 waiting[need] = rank
                 yield
@@ -111,9 +111,9 @@ def _run(program: Program, times, pairs, delays) -> tuple[list[Number], list[Num
                     waiting[need] = rank
                     yield
                 now = max(now, arrival[need])
-            began.append(now)
+            starts[place] = now
             now += time
-            ended.append(now)
+            ends[place] = now
             if delays:
                 send(code, now)
             else:
@@ -127,4 +127,4 @@ def _run(program: Program, times, pairs, delays) -> tuple[list[Number], list[Num
     ready = list(ranks)
     while ready:
         next(running[ready.pop()], None)
-    return list(chain(*starts)), list(chain(*ends))
+    return starts, ends, not waiting

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from operator import sub
 from typing import NamedTuple
 
@@ -102,12 +102,12 @@ class Timeline:
 
     @cached_property
     def _makespan(self) -> Number:
-        return max(self._ends)
+        return max(self._ends[end - 1] for begin, end in pairwise(self._first) if end > begin)
 
     @cached_property
     def _busy(self) -> list[Number]:
-        return [sum(map(sub, self._ends[begin:end], self._starts[begin:end]))
-                for begin, end in pairwise(self._first)]  # fmt: skip
+        took = map(sub, self._ends, self._starts)
+        return [sum(islice(took, len(row))) for row in self.schedule.rows]
 
     @property
     def _own(self) -> list[tuple[Number, Number, Number]]:
