@@ -81,7 +81,7 @@ def _ways(schedule: Schedule, costs: Costs, forward, back) -> tuple[list, list, 
     def hop(stage: int, following: int) -> Number:
         pairs = product(schedule.holders[stage], schedule.holders[following])
         size = sizes[min(stage, following)]
-        return min(0 if a == b else sum(costs.link(a, b, size)) for a, b in pairs)
+        return min(sum(costs.link(a, b, size)) for a, b in pairs)
 
     for s in range(1, stages):
         arrive[s] = arrive[s - 1] + forward[s - 1] + hop(s - 1, s)

@@ -103,7 +103,10 @@ class Costs:
         return [exact(value * Fraction(schedule.ranks, schedule.stages))] * schedule.stages
 
     def link(self, source: int, target: int, size: Number) -> tuple[Number, Number]:
-        """Latency and time on the wire of a message of `size` from rank to rank."""
+        """Latency and time on the wire of a message of `size` from rank to rank; a rank hands
+        over to itself without a message."""
+        if source == target:
+            return 0, 0
         latency, bandwidth = (value.get((source, target)) if isinstance(value, Mapping) else value
                               for value in (self.latency, self.bandwidth))  # fmt: skip
         wire = 0 if bandwidth is None or not size else Fraction(size) / Fraction(bandwidth)

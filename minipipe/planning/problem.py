@@ -138,7 +138,7 @@ class Problem:
             crosses = kind != "W" and 0 <= target < self.stages
             link = (self.row[number], self.rank_of(target, m)) if crosses else (0, 0)
             size = sizes[min(stage, target)] if crosses else 0
-            latency, wire = costs.link(*link, size) if link[0] != link[1] else (0, 0)
+            latency, wire = costs.link(*link, size)
             links.append(link)
             waits.append(latency)
             wires.append(wire)

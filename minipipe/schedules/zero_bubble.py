@@ -2,11 +2,11 @@
 
 from collections import Counter
 from fractions import Fraction
-from itertools import product, takewhile
+from itertools import product
 from math import inf
 
 from minipipe.actions import Action
-from minipipe.costs import Costs, Number, action_time, given
+from minipipe.costs import Costs, Number, given, stage_times
 from minipipe.schedule import Schedule
 from minipipe.schedules.rows import Rows, looped, require
 from minipipe.simulate import simulate
@@ -65,99 +65,55 @@ def zb_auto(ranks: int, microbatches: int, costs: Costs | None = None,
     2F0 2F1 2F2 2I0 2F3 2I1 2F4 2I2 2F5 2I3 2W0 2I4 2W1 2I5 2W2 2W3 2W4 2W5
     3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3F4 3I4 3F5 3I5 3W0 3W1 3W2 3W3 3W4 3W5
     ```
-    A warm-up of the forwards that fit in time and memory, then a forward and an I by turns, while
-    W's fill gaps or make room. Three choices are tried both ways: a forward more in the warm-up,
-    though the first I then waits; no forward where the next rank has two to go; a W in a gap
-    shorter than it. The shortest step wins, then the shortest own span (the paper's only measure),
-    then the least memory; without a limit, room for 2p - 1 micro-batches is tried too.
-    Zero Bubble, arXiv 2401.10241, section 3.1, and its code, whose integer program is switched off.
+    What can begin first is next: a forward or an I, by turns where both can, and a W in the gaps or
+    to make room. Three choices are tried both ways: a forward although an I on its way then waits;
+    no more micro-batches under way than in 1F1B; a W in a gap shorter than it. The shortest step
+    wins, then the shortest own span (the paper's only measure), then the least memory; room for
+    2p - 1 micro-batches is tried too where there is more. Zero Bubble, arXiv 2401.10241, section
+    3.1, and its code, whose integer program is switched off; those go on by turns of the ranks, not
+    by time, and give a W also to a gap that would be the largest.
     """
-    one = Schedule(zb_h1(ranks, 1))
+    one = Schedule([[Action(r, "F", 0)] for r in range(ranks)])  # what costs are asked with
     costs, limit = given(one, costs), inf if memory_limit is None else memory_limit
     least = max(*costs.per_stage("forward_size", one), *costs.per_stage("weight_size", one))
     require(isinstance(limit, int | float | Fraction) and limit >= least, "memory_limit",
             memory_limit, "a number, at least what one micro-batch keeps", least)  # fmt: skip
-    rooms = [limit] if memory_limit is not None else [limit, (2 * ranks - 1) * least]
-    tries = [simulate(Schedule(_Try(one, costs, room, fill).rows(microbatches, late, skip)), costs)
-             for late, skip, fill, room in product(*[(False, True)] * 3, rooms)]  # fmt: skip
+    rooms = sorted({limit, min(limit, (2 * ranks - 1) * least)})
+    tries = [simulate(Schedule(_in_time(one, costs, microbatches, *choices)), costs)
+             for choices in product(rooms, *[(False, True)] * 3)]  # fmt: skip
     return min(tries, key=lambda t: (t.makespan, t.bubble.own_span,
                                      max(t.peak_activations))).schedule.rows  # fmt: skip
 
 
-class _Try:
-    """One combination: for each rank its row, what it keeps, until when it is busy, its gaps."""
+def _in_time(one: Schedule, costs: Costs, microbatches: int, room: Number, late: bool, short: bool,
+             fill: bool) -> Rows:  # fmt: skip
+    """The rows of one combination of choices."""
+    kept, left, size = (costs.per_stage(f"{n}_size", one) for n in ("forward", "weight", "message"))
+    times, done, ranks = stage_times(costs, one), Counter(), range(one.ranks)
+    rows, ready = [[] for _ in ranks], {(0, "F", m): 0 for m in range(microbatches)}
+    free = [0] * one.ranks
 
-    def __init__(self, one: Schedule, costs: Costs, limit: Number, fill: bool):
-        sizes = ("forward_size", "weight_size", "message_size")
-        kept, left, size = (costs.per_stage(name, one) for name in sizes)
-        time = action_time(costs, one)
-        self.ranks, self.limit, self.fill = range(one.ranks), limit, fill
-        self.time = {(kind, r): time(Action(r, kind, 0)) for kind in "FIW" for r in self.ranks}
-        self.wire = {("F", r): sum(costs.link(r - 1, r, size[r - 1])) for r in self.ranks[1:]}
-        self.wire |= {("I", r): sum(costs.link(r + 1, r, size[r])) for r in self.ranks[:-1]}
-        self.change = {(kind, r): {"F": kept[r], "I": left[r] - kept[r], "W": -left[r]}[kind]
-                       for kind, r in self.time}  # fmt: skip
-        self.done, self.ends = Counter(), {}
-        self.level, self.clock, self.gaps = ([0] * one.ranks for _ in range(3))
-        self.made: Rows = [[] for _ in self.ranks]
+    def choice(r: int) -> tuple[Number, int, str]:
+        """When the rank goes on, and with which kind of action."""
+        ahead, due = done[r, "F"] - done[r, "I"], done[r, "I"] - done[r, "W"]
+        space = room - ahead * kept[r] - due * left[r]
+        needs = {"F": max(kept[r], left[r]), "I": left[r] - kept[r], "W": 0}
+        f, i, w = (max(free[r], ready.get((r, kind, done[r, kind]), inf))
+                   if need <= space else inf for kind, need in needs.items())  # fmt: skip
+        if short and ahead >= one.ranks - r or not late and f < i < f + times["F"][r]:
+            f = inf
+        back = bool(rows[r]) and rows[r][-1].kind == "F"
+        when, _, kind = min((f, back, "F"), (i, not back, "I"))
+        return (w, r, "W") if w < when and (fill or w + times["W"][r] <= when) else (when, r, kind)
 
-    def put(self, kind: str, rank: int) -> None:
-        """The rank's next action of that kind, and before it each W that makes room or fills."""
-        action, here, arrival = Action(rank, kind, self.done[kind, rank]), (kind, rank), 0
-        if here in self.wire:
-            source = action._replace(stage=rank - 1 if kind == "F" else rank + 1)
-            arrival = self.ends[source] + self.wire[here]
-        while kind != "W" and self.done["W", rank] < self.done["I", rank]:
-            gap = arrival - self.clock[rank]
-            worst = gap > max(self.gaps) - self.gaps[rank]
-            fills = gap > 0 and (self.fill or worst or gap >= self.time["W", rank])
-            if self.level[rank] + self.change[here] <= self.limit and not fills:
-                break
-            self.put("W", rank)
-        start = max(arrival, self.clock[rank])
-        self.gaps[rank] += start - self.clock[rank] if self.made[rank] else 0
-        self.clock[rank] = self.ends[action] = start + self.time[here]
-        self.level[rank] += self.change[here]
-        self.done[here] += 1
-        self.made[rank].append(action)
-
-    def warm_up(self, most: int, late: bool) -> list[int]:
-        """How many forwards each rank does before its first I, besides the first one."""
-        more, back = [0] * len(self.ranks), self.clock[-1]
-        for r in reversed(self.ranks[:-1]):
-            back += self.time["I", r + 1] + self.wire["I", r]
-            now, time, size = self.clock[r], self.time["F", r], self.change["F", r]
-            room = self.limit - self.level[r] - max(0, self.change["I", r])
-            while more[r] < most and (more[r] + 1) * size <= room and (
-                    now + time <= back or late and now < back):  # fmt: skip
-                now += time
-                more[r] += 1
-            back = max(now, back)
-        for r in self.ranks[1:]:  # a rank is a forward ahead of the next one, while there are any
-            more[r] = min(more[r], max(0, more[r - 1] - (more[r - 1] < most)))
-        return more
-
-    def skips(self, r: int) -> bool:
-        """Whether a forward can wait: the next rank has two to go, and no new largest gap comes."""
-        if r == self.ranks[-1] or self.done["F", r] < self.done["F", r + 1] + 2:
-            return False
-        back = sum(self.time[kind, r + 1] for kind in "FI") + self.clock[r + 1] + self.wire["I", r]
-        wait = back - self.clock[r]
-        return wait < self.time["F", r] and wait <= max(self.gaps) - self.gaps[r]
-
-    def rows(self, microbatches: int, late: bool, skip: bool) -> Rows:
-        """Warm-up, then a forward and an I by turns on all ranks, then the W's left."""
-        for step in range(microbatches):
-            able = takewhile(lambda r: self.done["F", r] < microbatches and not (
-                skip and self.skips(r)), reversed(self.ranks))  # fmt: skip
-            for r in reversed([*able]):
-                self.put("F", r)
-            for r, more in enumerate([] if step else self.warm_up(microbatches - 1, late)):
-                for _ in range(more):
-                    self.put("F", r)
-            for r in reversed(self.ranks):
-                self.put("I", r)
-        for r in self.ranks:
-            while self.done["W", r] < microbatches:
-                self.put("W", r)
-        return self.made
+    plan = [*map(choice, ranks)]
+    for _ in range(3 * microbatches * one.ranks):
+        when, r, kind = min(plan)
+        free[r] = when + times[kind][r]
+        after = {"F": [(r + 1, "F") if r + 1 in ranks else (r, "I")], "I": [(r - 1, "I"), (r, "W")]}
+        for s, then in after.get(kind, ()):
+            ready[s, then, done[r, kind]] = free[r] + sum(costs.link(r, s, size[min(r, s)]))
+        rows[r].append(Action(r, kind, done[r, kind]))
+        done[r, kind] += 1
+        plan[max(0, r - 1) : r + 2] = map(choice, ranks[max(0, r - 1) : r + 2])
+    return rows
