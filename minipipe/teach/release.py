@@ -155,7 +155,7 @@ def blank(out: Path, tasks: list[Task], later: list[Task]) -> None:
             module, function, argument, value = _GIFT.fullmatch(gift).groups()
             name = f"{module}:{function}"
             no_rows.add(name)
-            if name not in bodies:
+            if name not in bodies or name in stored:
                 guards[name].append((task.id, argument, value))
     _store_tables(out, stored)
     files = defaultdict(dict)
@@ -190,12 +190,17 @@ def _calls(name: str, line: str) -> str:
 def _users(gone: set[str]) -> set[str]:
     """The functions of schedules that call what is left out."""
     names = {name.partition(":")[2] for name in gone}
+
+    def mentioned(code) -> set[str]:
+        inner = (part for part in code.co_consts if inspect.iscode(part))
+        return {*code.co_names}.union(*map(mentioned, inner))
+
     return {f"{make.__module__}:{make.__name__}" for make in SCHEDULES.values()
-            if names & set(make.__code__.co_names)}  # fmt: skip
+            if names & mentioned(make.__code__)}  # fmt: skip
 
 
 def _edit(text: str, function: str, body: str | None, guards: list, no_rows: bool) -> str:
-    """A module's text with one function's body replaced or guarded, and its rows taken out."""
+    """A module's text with a function's body replaced, guarded or both, and its rows taken out."""
     node = next((n for n in ast.parse(text).body
                  if isinstance(n, ast.FunctionDef) and n.name == function), None)  # fmt: skip
     if node is None:
@@ -208,16 +213,13 @@ def _edit(text: str, function: str, body: str | None, guards: list, no_rows: boo
     head_text = "".join(head)
     if no_rows:
         head_text = sources.without_rows(head_text)
-    if body is not None:
-        keeps = "    arguments = dict(locals())\n" if "arguments" in body else ""
-        rest = [keeps + body]
-    elif guards:
-        rest = [*(_guard(guards)), *rest]
+    keeps = ["    arguments = dict(locals())\n"] if "arguments" in (body or "") else []
+    rest = [*keeps, *_guard(guards), *(rest if body is None else [body])]
     return "".join([*lines[: node.lineno - 1], head_text, *rest, *lines[node.end_lineno :]])
 
 
 def _guard(guards: list) -> list[str]:
-    lines = ["    from minipipe.teach.progress import first\n\n"]
+    lines = ["    from minipipe.teach.progress import first\n\n"] if guards else []
     for id, argument, value in guards:
         condition, indent = (f"    if {argument} == {value}:\n", 8) if argument else ("", 4)
         lines.append(f'{condition}{" " * indent}first("{id}")\n')
