@@ -23,7 +23,7 @@ from minipipe.memory import Meter
 from minipipe.partition import cut
 from minipipe.ranks.agreement import agree_on_model, one_machine
 from minipipe.ranks.calls import agree_on_call, as_bits, as_float, same, wrong
-from minipipe.ranks.channels import Channels, collective_device
+from minipipe.ranks.channels import channels, collective_device
 from minipipe.ranks.failure import InputError, PipelineError, broken, fail
 from minipipe.results import Evaluation, StepResult, pack, unpack
 from minipipe.schedule import Schedule
@@ -72,7 +72,9 @@ class Pipeline:
                 raise TypeError("optimizer must return an optimizer, not "
                                 f"{type(self.optimizer).__name__}")  # fmt: skip
         self._first, self._last = 0 in self._own, schedule.stages - 1 in self._own
-        self._channels = Channels()
+        self._channels = channels()
+        self._channels.pipelines += 1
+        self._number = self._channels.pipelines
         self._clock_offset = 0.0 if one_machine() else self._channels.clock_offset()
         self._store = dist.PrefixStore("minipipe", dist.distributed_c10d._get_default_store())
         self._runners: dict = {}
@@ -331,7 +333,7 @@ class Pipeline:
         """Tell all ranks what this one is about to do; the numbers of all."""
         if self._broken:
             raise PipelineError(f"an earlier step failed and broke the connections: {self._broken}")
-        return agree_on_call(self._exchange, call, trouble, metered, numbers)
+        return agree_on_call(self._exchange, self._number, call, trouble, metered, numbers)
 
     def _signature(self, use: str, inputs) -> int:
         """A number that changes when what this rank sends may change its form."""

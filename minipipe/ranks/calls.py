@@ -15,24 +15,27 @@ CALLS = ("evaluate", "step", "clip_grad_norm_")
 NUMBERS = 4  # that go with each call
 
 
-def agree_on_call(exchange: Callable, call: str, trouble: str, metered: bool,
+def agree_on_call(exchange: Callable, pipeline: int, call: str, trouble: str, metered: bool,
                   numbers: list[int]) -> list[list[int]]:  # fmt: skip
     """The NUMBERS of each rank. InputError on every rank where one has trouble (what is wrong with
-    its arguments), or where they call different things."""
-    own = [bool(trouble), 2 * CALLS.index(call) + metered, *numbers]
-    own += [0] * (2 + NUMBERS - len(own))
+    its arguments), or where they call different things, or Pipelines (numbered as made)."""
+    numbers = numbers + [0] * (NUMBERS - len(numbers))
+    own = [bool(trouble), metered, CALLS.index(call), pipeline, *numbers]
     seen = exchange(torch.tensor(own)).tolist()
     if any(row[0] for row in seen):
         troubles: list = [None] * len(seen)
         dist.all_gather_object(troubles, trouble)
         rank = next(rank for rank, text in enumerate(troubles) if text)
         raise InputError(f"rank {rank}: {troubles[rank]}")
-    names = [CALLS[row[1] // 2] for row in seen]
-    if len(set(names)) > 1:
-        listed = ", ".join(f"rank {rank} calls {name}" for rank, name in enumerate(names))
+    if len({(*row[2:4],) for row in seen}) > 1:
+        several = len({row[3] for row in seen}) > 1
+        listed = ", ".join(
+            f"rank {rank} calls {CALLS[row[2]]}" + f" of its Pipeline no. {row[3]}" * several
+            for rank, row in enumerate(seen)
+        )
         raise InputError(f"the ranks don't do the same: {listed}")
-    _same("memory_meter", [bool(row[1] % 2) for row in seen])
-    return [row[2:] for row in seen]
+    _same("memory_meter", [bool(row[1]) for row in seen])
+    return [row[4:] for row in seen]
 
 
 def _same(name: str, values: list) -> None:

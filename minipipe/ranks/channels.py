@@ -13,6 +13,17 @@ import torch.distributed as dist
 MESSAGE, EXCHANGE, NOBODY = 0, 1, 99
 
 
+_made: list[Channels] = []
+
+
+def channels() -> Channels:
+    """Those of the ranks' process group, made by all ranks at the same time when first asked for.
+    All Pipelines share them: so ranks that use different ones can tell each other."""
+    if not _made or _made[0].world is not dist.group.WORLD:
+        _made[:] = [Channels()]
+    return _made[0]
+
+
 def collective_device() -> torch.device:
     """Where tensors have to be for collective operations."""
     nccl = dist.get_backend() == "nccl"
@@ -32,9 +43,10 @@ class Channels:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.nccl = dist.get_backend() == "nccl"
         everyone = list(range(self.ranks))
-        self._up = dist.group.WORLD
+        self.world = self._up = dist.group.WORLD
         self._down = self._up if self.nccl or self.ranks == 1 else dist.new_group(everyone)
         self._pairs: dict[tuple[int, int], object] = {}
+        self.pipelines = 0  # how many have used them
 
     def connect(self, edges: list[tuple[int, int]], device: torch.device) -> None:
         """Make the connections of these ordered pairs, one after the other and in the same order

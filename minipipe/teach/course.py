@@ -143,19 +143,41 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise CourseError(f"{path}: {error}") from None
 
 
+# What a lesson's TOML may say: the type of each value, and for lists that of what is in them.
+_HEAD = {"title": str, "minutes": int, "builds_on": [int]}
+_ENTRY = {"id": str, "title": str, "name": str, "points": int, "hints": [str], "rebuilds": str,
+          "stands_for": [str], "meanwhile": str, "removes": [str], "gives": [str],
+          "forbids": [str], "cases": [dict], "limit": int | float}  # fmt: skip
+
+
 def _lesson(path: Path) -> Lesson:
     content = read_toml(path)
     try:
-        head, number = content["lesson"], int(path.stem)
+        head, number = _typed(content["lesson"], _HEAD), int(path.stem)
         tasks = tuple(_task(number, entry) for entry in content.get("task", []))
-        return Lesson(number, head["title"], head["minutes"], tuple(head["builds_on"]), tasks)
+        return Lesson(number, tasks=tasks, **head)
     except (KeyError, TypeError, ValueError) as error:
         raise CourseError(f"{path}: {type(error).__name__}: {error}") from None
 
 
 def _task(lesson: int, entry: dict[str, Any]) -> Task:
-    match = _ID.fullmatch(entry["id"])
+    values = _typed(entry, _ENTRY)
+    match = _ID.fullmatch(values["id"])
     if not match or int(match[1]) != lesson:
         raise ValueError(f"a task of lesson {lesson} is called {lesson}.1, not {entry['id']!r}")
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
     return Task(**values, lesson=lesson)
+
+
+def _typed(entry: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
+    """The values, lists as tuples; TypeError for one that is unknown or of another type."""
+    for name, value in entry.items():
+        if name not in types:
+            raise TypeError(f"{name} is not known here; known are {', '.join(types)}")
+        many = isinstance(types[name], list)
+        wanted = types[name][0] if many else types[name]
+        parts = value if many and isinstance(value, list) else [value]
+        if (many != isinstance(value, list) or any(isinstance(part, bool) for part in parts)
+                or not all(isinstance(part, wanted) for part in parts)):  # fmt: skip
+            kind = {str: "text", int: "a whole number", dict: "a table"}.get(wanted, "a number")
+            raise TypeError(f"{name} = {value!r} must be {'a list, each part ' * many}{kind}")
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}

@@ -147,6 +147,27 @@ def test_ranks_that_call_different_things_are_refused():
     refused([([*CALLS.values()], words)], rows=("1f1b", 3, 4))
 
 
+def other_pipelines(rank):
+    """The ranks use different ones of two Pipelines, which is refused; then the same ones."""
+    one, other = (Pipeline(mlp(8), schedule("1f1b", 2, 4), mean_mse) for _ in range(2))
+    texts = []
+    for call in ("step", "evaluate"):
+        try:
+            getattr(one if rank else other, call)(batch(8), batch(8))
+        except ValueError as refused:
+            texts.append(f"{type(refused).__name__}: {refused}")
+    return texts, [pipe.step(batch(8), batch(8)).loss for pipe in (other, one)]
+
+
+def test_ranks_that_use_different_pipelines_are_refused():
+    """They waited for each other until the limit."""
+    words = ("InputError: the ranks don't do the same: rank 0 calls {0} of its Pipeline no. 2, "
+             "rank 1 calls {0} of its Pipeline no. 1")  # fmt: skip
+    for texts, losses in on_ranks(other_pipelines, ranks=2):
+        assert texts == [words.format("step"), words.format("evaluate")]
+        assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("name", ["1f1b", "chimera"])
 def test_another_loss_scale_on_a_rank(name):
     same = "loss_scale must be the same on every rank, but is "

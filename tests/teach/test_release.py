@@ -14,7 +14,7 @@ from minipipe.cli import app
 from minipipe.cli_teach import numbers
 from minipipe.teach import release as made
 from minipipe.teach import sources
-from minipipe.teach.course import CourseError, find_course
+from minipipe.teach.course import Course, CourseError, find_course
 
 COURSE = find_course(__file__)
 
@@ -242,8 +242,6 @@ def test_bad_arguments(tmp_path, tree):
     (tmp_path / "b" / "mine.txt").write_text("mine")
     with pytest.raises(CourseError, match="is not empty"):
         made.release(COURSE, tmp_path / "b")
-    from minipipe.teach.course import Course
-
     with pytest.raises(CourseError, match="a student's tree already"):
         made.release(Course(tree), tmp_path / "c")
     with pytest.raises(CourseError, match="no task"):
@@ -280,6 +278,26 @@ def test_a_lesson_s_toml_with_a_mistake_is_told_in_a_line(tmp_path, monkeypatch)
     for name in (["status"], ["hint", "1.1"], ["watch", "--once"], ["lessons"]):
         result = CliRunner().invoke(app, name)
         assert result.exit_code == 2 and "01.toml: Invalid value" in result.stderr
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ('points = "10"', "points = '10' must be a whole number"),
+    ("points = true", "points = True must be a whole number"),
+    ('hints = "look"', "hints = 'look' must be a list, each part text"),
+    ("hints = [1]", r"hints = \[1\] must be a list, each part text"),
+    ("cases = [1]", r"cases = \[1\] must be a list, each part a table"),
+    ('limit = "2"', "limit = '2' must be a number"),
+    ("name = []", r"name = \[\] must be text"),
+    ("pionts = 1", "pionts is not known here; known are id, title, "),
+])  # fmt: skip
+def test_a_mistyped_value_of_a_task_is_told_in_a_line(tmp_path, line, words):
+    (tmp_path / "lessons" / "tasks").mkdir(parents=True)
+    task = {"id": '"1.1"', "title": '"a"', "name": '"f"', "points": "1", "hints": "[]"}
+    task = [f"{k} = {v}" for k, v in task.items() if k != line.split()[0]]
+    head = ["[lesson]", 'title = "t"', "minutes = 1", "builds_on = []", "[[task]]"]
+    (tmp_path / "lessons/tasks/01.toml").write_text("\n".join([*head, *task, line]))
+    with pytest.raises(CourseError, match=words):
+        _ = Course(tmp_path).tasks
 
 
 def check_later(tree, answers):
