@@ -14,7 +14,7 @@ import json
 import linecache
 import sys
 from collections.abc import Collection, Iterator
-from functools import cache, wraps
+from functools import cache, reduce, wraps
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -128,6 +128,8 @@ def refused(task: Task) -> Iterator[None]:
             module, _, attribute = name.partition(":")
             if importlib.util.find_spec(module):
                 owner = importlib.import_module(module)
+                *classes, attribute = attribute.split(".")
+                owner = reduce(getattr, classes, owner)
                 value = getattr(owner, attribute)
                 guards[id(value)] = _guarded(value, name)
                 stack.enter_context(mock.patch.object(owner, attribute, guards[id(value)]))

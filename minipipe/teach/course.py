@@ -34,9 +34,9 @@ class Task:
     blanked function refuses. removes: functions whose bodies hold the answer; a release leaves them
     out, and has stored tables of the schedules that need them. gives: what else would yield the
     answer ("module:function" or "module:function(argument=value)") and refuses in a release until
-    the task passes. forbids: "module" or "module:name" that an
-    answer may not use (nor `rebuilds`, `stands_for`, `removes` and `gives`). cases:
-    arguments whose right results a release stores, to draw beside a wrong one.
+    the task passes. forbids: "module", "module:name" or "module:Class.method" that an answer may
+    not use (nor `rebuilds`, `stands_for`, `removes` and `gives`). cases: arguments whose right
+    results a release stores, to draw beside a wrong one.
     """
 
     id: str

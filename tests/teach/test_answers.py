@@ -12,6 +12,8 @@ COURSE = find_course(__file__)
 @pytest.mark.parametrize(
     ("task", "code"),
     [
+        ("2.3", "import torch; torch.arange(10).tensor_split(4)"),
+        ("2.3", "import torch; torch.tensor_split(torch.arange(10), 4)"),
         ("3.1", "import minipipe as mp; mp.build('gpipe', ranks=2, microbatches=2)"),
         ("3.1", "import minipipe as mp; mp.SCHEDULES['gpipe'](2, 2)"),
         ("3.1", "from minipipe.schedules import gpipe; gpipe(2, 2)"),
