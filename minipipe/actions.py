@@ -11,6 +11,7 @@ KINDS = {
     "R": "recompute",
     "U": "weight update",
 }
+MOST = 999_999_999  # for stages and micro-batches
 _ACTION = re.compile(r"([0-9]{1,9})([FBIWRU])([0-9]{1,9})")
 # torch writes a pair with the name of its computation type behind the bracket.
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)(?:OVERLAP_F_B)?")

@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import product
 from math import inf
 
-from minipipe.costs import Costs, Number, exact, given, stage_times
+from minipipe.costs import Costs, Number, decimal, exact, given, is_number, stage_times
 from minipipe.schedule import Schedule
 
 
@@ -25,8 +25,7 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None,
     back after the k before (p = 4, m = 8, F = 1, B = 2: 33, 39, 51 for k = 4, 3, 2, the optima).
     """
     costs = given(schedule, costs)
-    if memory_limit is not None and (isinstance(memory_limit, bool) or not isinstance(
-            memory_limit, int | float | Fraction) or not memory_limit > 0):  # fmt: skip
+    if memory_limit is not None and not (is_number(memory_limit) and memory_limit > 0):
         raise TypeError(f"memory_limit must be a number greater than 0, not {memory_limit!r}")
     time = stage_times(costs, schedule) | {"U": [0] * schedule.stages}
     kept, late = (costs.per_stage(n, schedule) for n in ("forward_size", "weight_size"))
@@ -37,7 +36,7 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None,
     turn = [ahead + chain[-1] + back[-1] - behind
             for ahead, behind in zip(leave, chain, strict=True)]  # fmt: skip
     end = 0 if fused else weights[0]
-    limit = None if schedule.recomputes or schedule.forward_only else memory_limit
+    limit = None if schedule.recomputes or schedule.forward_only else decimal(memory_limit)
     windows = [(0, schedule.microbatches)]  # so many micro-batches all start at or after that time
     if limit is not None and kept[0] and not schedule.copies:
         room = max(1, int(limit // kept[0]))

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 from minipipe.actions import Action, ScheduleError
-from minipipe.costs import Costs, Number, common_scale, exact, given
+from minipipe.costs import Costs, Number, common_scale, decimal, exact, given, is_number
 from minipipe.schedule import KIND_AND_STAGE, Schedule
 
 _FEW = 8  # so many missing actions are named, the others are counted
@@ -46,12 +46,11 @@ def check(schedule: Schedule, memory_limit: Number | None = None,
     memory_limit: what a rank may hold at most, in whole-share micro-batches (sizes from `costs`).
     """
     costs = given(schedule, costs)
-    if memory_limit is not None and (isinstance(memory_limit, bool) or not isinstance(
-            memory_limit, int | float | Fraction) or not memory_limit >= 0):  # fmt: skip
+    if memory_limit is not None and not (is_number(memory_limit) and memory_limit >= 0):
         raise TypeError(f"memory_limit must be a number, at least 0, not {memory_limit!r}")
     found = problems(schedule)
     if memory_limit is not None and len(schedule.holders) == schedule.stages:
-        _over_limit(schedule, memory_limit, costs, found)
+        _over_limit(schedule, decimal(memory_limit), costs, found)
     if found:
         raise found.error()
 

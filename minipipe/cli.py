@@ -185,8 +185,8 @@ def build_schedule(name: str, ranks: int | None, microbatches: int | None,
     try:
         return build(name, ranks=4 if ranks is None else ranks,
                      microbatches=8 if microbatches is None else microbatches, **own, **costs)
-    except ScheduleError as error:
-        refuse(str(error))
+    except ValueError as error:
+        refuse(str(error) if isinstance(error, ScheduleError) else f"costs: {error}")
 
 
 def predict(schedule: Schedule, costs: Costs) -> Timeline:

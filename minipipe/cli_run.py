@@ -130,7 +130,9 @@ def _job(model: str, dataset: str, batch, steps, learning_rate, seed: int) -> Jo
     for option, value in (("--batch", batch), ("--steps", steps),
                           ("--learning-rate", learning_rate)):  # fmt: skip
         if value is not None and not 0 < value < float("inf"):
-            refuse(f"{option} {value}: must be greater than 0")
+            refuse(f"{option} {value}: must be a finite number greater than 0")
+    if not 0 <= seed < 2**63:
+        refuse(f"--seed {seed}: must be from 0 to {2**63 - 1}")
     usual = models.SETTINGS.get(model, models.DEFAULT)
     given = {"batch": batch, "steps": steps, "learning_rate": learning_rate}
     changes = {name: value for name, value in given.items() if value is not None}

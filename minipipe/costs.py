@@ -23,9 +23,22 @@ def exact(value: Number) -> Number:
     return value
 
 
+def is_number(value) -> bool:
+    """Whether it is a `Number`: True and False are none."""
+    return isinstance(value, int | float | Fraction) and not isinstance(value, bool)
+
+
+def decimal(value: Number) -> Number:
+    """A float as the decimal that it is written as, so that 0.1 is 1/10."""
+    if isinstance(value, float) and math.isfinite(value):
+        return exact(Fraction(str(value)))
+    return value
+
+
 @dataclass(frozen=True)
 class Costs:
     """Times and sizes; the unit of time is the caller's own, ints and fractions stay exact.
+    What is kept in memory is always exact, so that 4 times 0.1 fit into 0.4.
 
     A number is the cost of one rank's whole share of the model (1/ranks of it) for one
     micro-batch, of which a stage takes ranks / stages; a list gives each stage's own cost as it
@@ -73,7 +86,7 @@ class Costs:
             for number in values:
                 if number is None and field.default is None:
                     continue
-                if isinstance(number, bool) or not isinstance(number, int | float | Fraction):
+                if not is_number(number):
                     more = " or a mapping from (source rank, target rank) to numbers"
                     raise TypeError(f"{name} must be a number{more if legal is Mapping else ''}, "
                                     f"not {number!r}")  # fmt: skip
@@ -93,6 +106,8 @@ class Costs:
         value = getattr(self, name)
         if name == "recompute" and value is None:
             return self.per_stage("forward", schedule)
+        if name in ("input_size", "forward_size", "weight_size"):
+            value = [*map(decimal, value)] if isinstance(value, Sequence) else decimal(value)
         if isinstance(value, Sequence):
             if len(value) != schedule.stages:
                 raise ValueError(f"{name} has {len(value)} costs, but the schedule has "

@@ -29,6 +29,18 @@ TOLERANCE = 0.0003
 OVERSHOOT = 0.0001
 
 
+def unfit(pace, schedule: Schedule) -> str:
+    """Let a step's pace, if any, take the schedule's slots; what is wrong with it, if anything."""
+    if pace is not None and not hasattr(pace, "attach"):
+        return f"pace must be a Pace, not {type(pace).__name__}"
+    try:
+        if pace is not None:
+            pace.attach(schedule)
+    except (TypeError, ValueError) as error:
+        return f"pace: {error}"
+    return ""
+
+
 class Pace(Clock):
     """The clock of an emulated device.
 

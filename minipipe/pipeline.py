@@ -13,7 +13,7 @@ from torch import nn
 from minipipe.batch import as_batch, joined, problem, row_counts, split, whole
 from minipipe.check import check
 from minipipe.copies import Copies
-from minipipe.emulation import Pace
+from minipipe.emulation import Pace, unfit
 from minipipe.engine.clock import Clock
 from minipipe.engine.interpreter import Interpreter, Record, Work
 from minipipe.engine.links import Links
@@ -76,7 +76,6 @@ class Pipeline:
         self._channels.pipelines += 1
         self._number = self._channels.pipelines
         self._clock_offset = 0.0 if one_machine() else self._channels.clock_offset()
-        self._store = dist.PrefixStore("minipipe", dist.distributed_c10d._get_default_store())
         self._runners: dict = {}
         self._forms: dict = {}
         self._broken = ""
@@ -170,12 +169,13 @@ class Pipeline:
         """
         if self.schedule.forward_only:
             raise ValueError("schedule has no backward passes: use evaluate")
-        pace = pace or self.pace
-        if pace is not None:
-            pace.attach(self.schedule)
+        pace = self.pace if pace is None else pace
+        trouble = unfit(pace, self.schedule)
         inputs, targets = as_batch(inputs), as_batch(targets)
         microbatches = self.schedule.microbatches
-        rows, forms, announce = self._agree("step", inputs, targets, microbatches, loss_scale)
+        rows, forms, announce = self._agree(
+            "step", inputs, targets, microbatches, loss_scale, trouble
+        )
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         counts = row_counts(rows, microbatches)
@@ -269,7 +269,7 @@ class Pipeline:
     def _runner(self, schedule: Schedule) -> tuple[Interpreter, Links]:
         if schedule not in self._runners:
             program = lower(schedule)
-            links = Links(program, self._channels, self.device, self._store)
+            links = Links(program, self._channels, self.device)
             interpreter = Interpreter(program, self.rank, self._stages, links)
             self._runners[schedule] = interpreter, links
         return self._runners[schedule]
@@ -295,21 +295,22 @@ class Pipeline:
         try:
             yield
         except BaseException as raised:
-            error = broken(self._store, raised) if collective else raised
+            error = broken(raised) if collective else raised
             own = f"rank {self.rank} failed: {type(error).__name__}: {error}"
             self._broken = str(error) if getattr(error, "secondary", False) else own
-            fail(self._store, self._channels, self._broken)
+            fail(self._channels, self._broken)
             if error is raised:
                 raise
             raise error from raised
 
-    def _agree(self, use: str, inputs, targets, least: int, loss_scale: float = 1.0):
+    def _agree(self, use: str, inputs, targets, least: int, loss_scale: float = 1.0,
+               trouble: str = ""):  # fmt: skip
         """Let all ranks know the number of rows, and whether this form of batch is a new one.
 
         Returns rows, the known forms of what goes between stages, and whether they are unknown yet.
         """
         wanted = [("inputs", inputs, self._first), ("targets", targets, self._last)]
-        trouble = wrong("loss_scale", loss_scale, "a finite number", math.isfinite)
+        trouble = trouble or wrong("loss_scale", loss_scale, "a finite number", math.isfinite)
         rows = [-1, -1]
         if use == "step" and not torch.is_grad_enabled():
             trouble = "step needs gradients, but was called under no_grad or inference_mode"

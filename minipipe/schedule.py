@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import starmap
 from operator import itemgetter
 
-from minipipe.actions import KINDS, Action, ScheduleError
+from minipipe.actions import KINDS, MOST, Action, ScheduleError
 
 # Rows can be long: what follows from them is read with these, without a loop in Python, and
 # where one reading follows another, block by block, so that the cache still has the actions.
@@ -26,8 +26,9 @@ def _last(block: tuple) -> int | None:
     stages, kinds, microbatches = ([*map(of, block)] for of in (_STAGE, _KIND, _MICROBATCH))
     plain = (
         {*map(type, stages), *map(type, microbatches)} == {int} and {*map(type, kinds)} == {str}
-        and {*kinds} <= KINDS.keys() and min(stages) >= 0 and min(microbatches) >= 0
-        and not any(map(_OVERLAPPED, block))
+        and {*kinds} <= KINDS.keys() and 0 <= min(stages) <= max(stages) <= MOST
+        and 0 <= min(microbatches) <= max(microbatches) <= MOST
+        and [*map(_OVERLAPPED, block)].count(None) == len(block)
     )  # fmt: skip
     return max(microbatches) if plain else None
 

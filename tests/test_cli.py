@@ -128,6 +128,7 @@ def test_show_without_a_text_picture():
     (["show", "interleaved", "--chunks", "0"], ["chunks=0", "at least 1"]),
     (["show", "interleaved", "--group", "0"], ["group=0", "at least 1"]),
     (["show", "--all", "--waves", "0"], ["waves=0", "at least 1"]),
+    (["show", "zb-auto", "--costs", "F=1:2:3"], ["costs: forward has 3 costs", "4 stages"]),
     (["show", "zb-auto", "--memory-limit", "1/2"], ["memory_limit=1/2", "value is 1"]),
     (["show", "zb-auto", "--memory-limit", "x"], ["--memory-limit x"]),
     (["show", "1f1b", "--memory-limit", "4"], ["no argument 'memory_limit'"]),

@@ -88,8 +88,8 @@ class Links:
     that it has been received; the rest is waited for at the end of the step.
     """
 
-    def __init__(self, program: Program, channels: Channels, device: torch.device, store):
-        self.device, self._channels, self._store = device, channels, store
+    def __init__(self, program: Program, channels: Channels, device: torch.device):
+        self.device, self._channels = device, channels
         rank = channels.rank
         self._where = device if channels.nccl else torch.device("cpu")  # gloo: through the host
         self._elsewhere = self._where != device
@@ -141,7 +141,7 @@ class Links:
         try:
             return [way(peer, tensor) for tensor in tensors]
         except RuntimeError as error:
-            raise broken(self._store, error) from error
+            raise broken(error) from error
 
     def post(self, message: Message, payload_of: Callable[[Message], Payload]) -> None:
         """Post the receive of a message, after those that the same rank sends before it."""
@@ -194,7 +194,7 @@ class Links:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise broken(self._store, error) from error
+            raise broken(error) from error
 
     def _settle(self, target: int, until: int) -> None:
         """Let go of the first `until` sends of this step to a rank."""

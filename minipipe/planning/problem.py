@@ -13,14 +13,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from fractions import Fraction
 from functools import cached_property
 from math import inf
 
 from minipipe.actions import Action, ScheduleError
 from minipipe.bounds import lower_bound
 from minipipe.check import memory_peaks
-from minipipe.costs import Costs, Number, action_time, checked, common_scale, exact
+from minipipe.costs import Costs, Number, action_time, checked, common_scale, decimal, is_number
 from minipipe.schedule import Schedule
 from minipipe.schedules import SCHEDULES, build
 from minipipe.simulate import simulate
@@ -85,12 +84,11 @@ class Problem:
             raise ScheduleError(f"microbatches={microbatches} makes more than {_MOST} actions; the "
                                 f"nearest legal value is {least}")  # fmt: skip
         self.costs = exact_costs(Costs() if costs is None else checked(costs, ranks))
-        if memory is not None and (isinstance(memory, bool) or not isinstance(
-                memory, int | float | Fraction)):  # fmt: skip
+        if memory is not None and not is_number(memory):
             raise TypeError(f"memory={memory!r} must be a number, or None")
         if memory is not None and not 0 <= memory < inf:
             raise ScheduleError(f"memory={memory} must be finite and not negative")
-        self.memory = memory if memory is None else _rational(memory)
+        self.memory = memory if memory is None else decimal(memory)
         self._price()
         least = max(memory_peaks(self.serial, self.costs))
         if self.memory is not None and self.memory < least:
@@ -264,20 +262,15 @@ def _sizes(ranks, microbatches, placement, chunks) -> None:
                             "for placement=mirrored; the nearest legal value is 2")  # fmt: skip
 
 
-def _rational(value: Number) -> Number:
-    """A float as the decimal that it is written as, so that 0.1 is 1/10."""
-    return exact(Fraction(str(value))) if isinstance(value, float) else value
-
-
 def exact_costs(costs: Costs) -> Costs:
     """The same costs without floats: 0.1 becomes 1/10."""
     changed = {}
     for field in fields(costs):
         value = getattr(costs, field.name)
         if isinstance(value, Mapping):
-            changed[field.name] = {key: _rational(each) for key, each in value.items()}
+            changed[field.name] = {key: decimal(each) for key, each in value.items()}
         elif isinstance(value, Sequence):
-            changed[field.name] = [*map(_rational, value)]
+            changed[field.name] = [*map(decimal, value)]
         else:
-            changed[field.name] = _rational(value)
+            changed[field.name] = decimal(value)
     return replace(costs, **changed)

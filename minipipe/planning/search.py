@@ -50,6 +50,8 @@ def search(ranks: int, microbatches: int, placement: str = "straight", *,
     schedule = problem.schedule(order, "best-found")
     check(schedule, memory_limit=problem.memory, costs=problem.costs)
     makespan = simulate(schedule, problem.costs).makespan
+    if makespan == bound:
+        schedule.name = "optimal"
     if named and named[1] < makespan:  # with pairs, which hide an exchange
         schedule, makespan = named
     start = (named[0].name, named[1]) if named else None

@@ -199,11 +199,18 @@ def _meet_under_torchrun() -> tuple:
 
 
 def leave_group() -> None:
-    """Wait for all ranks, so that no message is cut off, then end the process group."""
+    """Wait for all ranks, so that no message is cut off, then end the process group. Where a step
+    has failed, and its error was caught, there are no connections any more to wait by."""
     import torch.distributed as dist
 
     if dist.is_initialized():
-        dist.barrier()
+        from minipipe.ranks.failure import failed
+
+        try:
+            dist.barrier()
+        except RuntimeError:
+            if not failed():
+                raise
         dist.destroy_process_group()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
+import torch.distributed as dist
+
 from minipipe.ranks.channels import Channels
 
 
@@ -17,20 +19,31 @@ class InputError(PipelineError, ValueError):
     """An argument that a step can't use: raised on every rank, before anything is computed."""
 
 
-def broken(store, error: Exception) -> PipelineError:
-    """Why a connection broke: what the rank that failed first has left in the store."""
+def shared_store():
+    """Where the ranks leave what all have to know."""
+    return dist.PrefixStore("minipipe", dist.distributed_c10d._get_default_store())
+
+
+def failed() -> str:
+    """Why a step failed that broke all connections, as the rank that failed first has said it."""
+    store = shared_store()
     try:
-        text = store.get("failed").decode() if store.check(["failed"]) else ""
+        return store.get("failed").decode() if store.check(["failed"]) else ""
     except RuntimeError:  # the store went with the rank that held it
-        text = ""
-    found = PipelineError(text or f"the connection to another rank broke: {error}")
+        return ""
+
+
+def broken(error: Exception) -> PipelineError:
+    """Why a connection broke."""
+    found = PipelineError(failed() or f"the connection to another rank broke: {error}")
     found.secondary = True
     return found
 
 
-def fail(store, channels: Channels, reason: str) -> None:
+def fail(channels: Channels, reason: str) -> None:
     """Tell the other ranks why this one can't go on, and break all connections, so that nobody
     waits; the process group can't be used any more."""
+    store = shared_store()
     with contextlib.suppress(RuntimeError):
         if not store.check(["failed"]):
             store.set("failed", reason)

@@ -12,7 +12,8 @@ def require(legal: bool, argument: str, value: int, rule: str, nearest: int) -> 
     """Refuse a size outside its rule, naming the nearest legal one."""
     if not legal:
         rule = f"{rule}; the nearest legal value is {nearest}"
-        raise ScheduleError(f"{argument}={value} must be {rule}")
+        shown = repr(value) if isinstance(value, str) else value
+        raise ScheduleError(f"{argument}={shown} must be {rule}")
 
 
 def looped(ranks: int, microbatches: int, chunks: int = 1, group: int | None = None, hop: int = 1,

@@ -1,12 +1,11 @@
 """Zero bubble: the backward cut into I, which others wait for, and W, which fills the gaps."""
 
 from collections import Counter
-from fractions import Fraction
 from itertools import product
 from math import inf
 
 from minipipe.actions import Action
-from minipipe.costs import Costs, Number, given, stage_times
+from minipipe.costs import Costs, Number, decimal, given, is_number, stage_times
 from minipipe.schedule import Schedule
 from minipipe.schedules.rows import Rows, looped, require
 from minipipe.simulate import simulate
@@ -71,13 +70,13 @@ def zb_auto(ranks: int, microbatches: int, costs: Costs | None = None,
     wins, then the shortest own span (the paper's only measure), then the least memory; room for
     2p - 1 micro-batches is tried too where there is more. Zero Bubble, arXiv 2401.10241, section
     3.1, and its code, whose integer program is switched off; those go on by turns of the ranks, not
-    by time, and give a W also to a gap that would be the largest.
+    by time, and give a W also to a gap that would be the largest. A rule of thumb, not the optimum.
     """
     one = Schedule([[Action(r, "F", 0)] for r in range(ranks)])  # what costs are asked with
-    costs, limit = given(one, costs), inf if memory_limit is None else memory_limit
+    costs, limit = given(one, costs), inf if memory_limit is None else decimal(memory_limit)
     least = max(*costs.per_stage("forward_size", one), *costs.per_stage("weight_size", one))
-    require(isinstance(limit, int | float | Fraction) and limit >= least, "memory_limit",
-            memory_limit, "a number, at least what one micro-batch keeps", least)  # fmt: skip
+    require(is_number(limit) and limit >= least, "memory_limit", memory_limit,
+            "a number, at least what one micro-batch keeps", least)  # fmt: skip
     rooms = sorted({limit, min(limit, (2 * ranks - 1) * least)})
     tries = [simulate(Schedule(_in_time(one, costs, microbatches, *choices)), costs)
              for choices in product(rooms, *[(False, True)] * 3)]  # fmt: skip
@@ -89,9 +88,9 @@ def _in_time(one: Schedule, costs: Costs, microbatches: int, room: Number, late:
              fill: bool) -> Rows:  # fmt: skip
     """The rows of one combination of choices."""
     kept, left, size = (costs.per_stage(f"{n}_size", one) for n in ("forward", "weight", "message"))
-    times, done, ranks = stage_times(costs, one), Counter(), range(one.ranks)
+    times, done, sent = stage_times(costs, one), Counter(), Counter()
+    ranks, free, back = range(one.ranks), [0] * one.ranks, [False] * one.ranks
     rows, ready = [[] for _ in ranks], {(0, "F", m): 0 for m in range(microbatches)}
-    free = [0] * one.ranks
 
     def choice(r: int) -> tuple[Number, int, str]:
         """When the rank goes on, and with which kind of action."""
@@ -100,19 +99,19 @@ def _in_time(one: Schedule, costs: Costs, microbatches: int, room: Number, late:
         needs = {"F": max(kept[r], left[r]), "I": left[r] - kept[r], "W": 0}
         f, i, w = (max(free[r], ready.get((r, kind, done[r, kind]), inf))
                    if need <= space else inf for kind, need in needs.items())  # fmt: skip
-        if short and ahead >= one.ranks - r or not late and f < i < f + times["F"][r]:
-            f = inf
-        back = bool(rows[r]) and rows[r][-1].kind == "F"
-        when, _, kind = min((f, back, "F"), (i, not back, "I"))
+        f = inf if short and ahead >= one.ranks - r or not late and f < i < f + times["F"][r] else f
+        when, _, kind = min((f, back[r], "F"), (i, not back[r], "I"))
         return (w, r, "W") if w < when and (fill or w + times["W"][r] <= when) else (when, r, kind)
 
     plan = [*map(choice, ranks)]
     for _ in range(3 * microbatches * one.ranks):
         when, r, kind = min(plan)
-        free[r] = when + times[kind][r]
+        free[r], back[r] = when + times[kind][r], kind == "F"
         after = {"F": [(r + 1, "F") if r + 1 in ranks else (r, "I")], "I": [(r - 1, "I"), (r, "W")]}
         for s, then in after.get(kind, ()):
-            ready[s, then, done[r, kind]] = free[r] + sum(costs.link(r, s, size[min(r, s)]))
+            latency, wire = costs.link(r, s, size[min(r, s)])
+            sent[r, s] = max(free[r], sent[r, s]) + wire
+            ready[s, then, done[r, kind]] = sent[r, s] + latency
         rows[r].append(Action(r, kind, done[r, kind]))
         done[r, kind] += 1
         plan[max(0, r - 1) : r + 2] = map(choice, ranks[max(0, r - 1) : r + 2])

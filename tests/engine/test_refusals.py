@@ -147,6 +147,32 @@ def test_ranks_that_call_different_things_are_refused():
     refused([([*CALLS.values()], words)], rows=("1f1b", 3, 4))
 
 
+def caught(rank, where):
+    """A step fails on one rank; each rank catches its error, and returns what it says."""
+    def loss(outputs, targets):
+        if where == "loss":
+            raise ValueError("my loss")
+        return mean_mse(outputs, targets)
+
+    pipe = Pipeline(mlp(8), schedule("1f1b", 2, 4), loss)
+    texts = []
+    for _ in range(2):
+        try:
+            pipe.step(batch(8) if where == "loss" else batch(8)[:, :3], batch(8))
+        except (RuntimeError, ValueError) as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize("where, first, words", [("loss", 1, "my loss"), ("stage", 0, "mat1 and")])
+def test_ranks_that_catch_a_failed_step_return_their_results(where, first, words):
+    """The wait for each other at the end met broken connections, and took the place of results."""
+    found = on_ranks(caught, where, ranks=2)
+    for rank, (once, again) in enumerate(found):
+        assert words in once and (f"rank {first} failed" in once) == (rank != first)
+        assert "an earlier step failed and broke the connections" in again and words in again
+
+
 def other_pipelines(rank):
     """The ranks use different ones of two Pipelines, which is refused; then the same ones."""
     one, other = (Pipeline(mlp(8), schedule("1f1b", 2, 4), mean_mse) for _ in range(2))
@@ -176,6 +202,16 @@ def test_another_loss_scale_on_a_rank(name):
         ([stepping(), stepping(loss_scale=-1.0)], same + "1.0 on rank 0, -1.0 on rank 1"),
         ([stepping(), stepping(loss_scale=1 + 2**-52)], same + "1.0 on rank 0, 1.0000000000000002"),
     ], rows=(name, 2, 4))  # fmt: skip
+
+
+def test_a_pace_that_is_none_on_a_rank():
+    """The rank with it left before the others knew, and they waited for its next call."""
+    few = Pace(Costs([1.0, 1.0, 1.0]))
+    refused([
+        ([stepping(pace=5), stepping()], "rank 0: pace must be a Pace, not int"),
+        ([stepping(), stepping(pace=0)], "rank 1: pace must be a Pace, not int"),
+        ([stepping(), stepping(pace=few)], "rank 1: pace: forward has 3 costs, but the schedule"),
+    ])  # fmt: skip
 
 
 def test_a_loss_scale_that_is_no_number():
@@ -276,7 +312,7 @@ def paced(rank):
 
 
 def test_a_pace_with_links_that_do_not_exist():
-    words = "latency has a link {}, but with 2 ranks the ranks are 0 to 1"
+    words = "rank 0: pace: latency has a link {}, but with 2 ranks the ranks are 0 to 1"
     assert on_ranks(paced, ranks=2) == [[words.format((0, 2)), words.format((5, 1))]] * 2
 
 

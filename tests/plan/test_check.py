@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minipipe import Action, Costs, Schedule, ScheduleError, build, check, lower, simulate
+from minipipe import (
+    Action,
+    Costs,
+    Schedule,
+    ScheduleError,
+    build,
+    check,
+    lower,
+    lower_bound,
+    simulate,
+)
 
 
 def reasons(text: str, **arguments) -> tuple[str, ...]:
@@ -159,6 +169,15 @@ def test_memory_limit_names_rank_action_and_amount():
     with pytest.raises(ScheduleError, match="holds 9/4 micro"):
         costs = Costs(input_size=Fraction(1, 4))
         check(build("gpipe", ranks=2, microbatches=6, recompute=True), 2, costs)
+
+
+def test_sizes_and_limits_are_decimals():
+    """Three times 0.1 fit into 0.3, though not as binary numbers; the bound knows that too."""
+    one, costs = build("1f1b", ranks=3, microbatches=6), Costs(forward_size=0.1, weight_size=0.1)
+    check(one, 0.3, costs)
+    with pytest.raises(ScheduleError, match="holds 3/10 micro-batches' activations, the limit is"):
+        check(one, 0.29, costs)
+    assert lower_bound(one, costs, 0.3) == lower_bound(one, Costs(), 3)
 
 
 def test_memory_limit_comes_with_the_other_reasons():

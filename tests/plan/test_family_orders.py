@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from minipipe import Costs, ScheduleError, build, check, simulate
+from minipipe import Costs, ScheduleError, build, check, lower_bound, simulate
 
 FAMILY = ("zb-h1", "zb-h2", "zb-1p", "zb-auto", "zb-v", "v-half", "v-min", "dualpipe", "dualpipev",
           "chimera", "hanayo")  # fmt: skip
@@ -184,3 +184,21 @@ def test_zb_auto_takes_per_stage_costs_and_links():
                   latency={(0, 1): 2, (2, 1): 1}, bandwidth=2, message_size=1)  # fmt: skip
     schedule = build("zb-auto", ranks=3, microbatches=5, costs=costs, memory_limit=2)
     check(schedule, 2, costs)
+
+
+@pytest.mark.parametrize("size, waits, limit", [(0.1, 0.1, 0.4), (0.1, 0.6, 1.8), (0.3, 0.1, 0.9)])
+def test_zb_auto_fits_a_limit_that_floats_add_up_to(size, waits, limit):
+    """4 times 0.1 fit into 0.4, though as floats 3 times 0.1 are more than 0.3."""
+    costs = Costs(forward_size=size, weight_size=waits)
+    for p, m in [(2, 4), (3, 7), (4, 8)]:
+        schedule = build("zb-auto", ranks=p, microbatches=m, costs=costs, memory_limit=limit)
+        check(schedule, limit, costs)
+        assert lower_bound(schedule, costs, limit) <= simulate(schedule, costs).makespan
+
+
+def test_zb_auto_knows_that_messages_follow_each_other_on_a_link():
+    costs = Costs(message_size=1, bandwidth=Fraction(1, 4))
+    size = {"ranks": 4, "microbatches": 16}
+    auto = simulate(build("zb-auto", **size, costs=costs), costs)
+    assert auto.makespan <= min(simulate(build(n, **size), costs).makespan
+                                for n in ("zb-h1", "zb-h2"))  # fmt: skip

@@ -140,6 +140,16 @@ def test_csv_refuses_what_torch_cannot_express(text, words):
         Schedule.parse(text).to_csv()
 
 
+@pytest.mark.parametrize("odd", [
+    Action(0, "F", 10**9), Action(10**9, "F", 0), Action(0, "F", 1, False), Action(0, "F", 1, [])])
+@pytest.mark.parametrize("before", [0, 1, 2047, 2048])
+def test_actions_without_a_text_form_are_refused(odd, before):
+    """At any place of a row, as they are read from text; rows are read block by block."""
+    row = [Action(0, "F", m) for m in range(2, before + 2)]
+    with pytest.raises(ScheduleError, match=f"row 0, place {before}: "):
+        Schedule([[*row, odd]])
+
+
 @given(st.text(alphabet="0123456789FBIWRU(); ,-#\n\tOVERLAP_x٣", max_size=60))
 def test_any_text_is_read_or_refused_in_words(text):
     try:
