@@ -35,13 +35,13 @@ def simulate(schedule: Schedule | Program, costs: Costs | None = None) -> Timeli
         bytes_sent[source] += size * count
         transfers[source] += sum(way) * count
     *prices, scale = _prices(program, costs, ways)
-    starts, ends, finished = _run(program, *prices)
+    starts, ends, busy, finished = _run(program, *prices)
     if not finished:
         raise problems(schedule).error()
     return Timeline(
         schedule, starts, ends, partial(memory_levels, schedule, costs),
         peaks=memory_peaks(schedule, costs, program), time_scale=scale, bytes_sent=bytes_sent,
-        transfers=map(exact, transfers), messages=routes.total(),
+        transfers=map(exact, transfers), messages=routes.total(), busy=busy,
         lower_bound=lower_bound(schedule, costs),
     )  # fmt: skip
 
@@ -74,8 +74,9 @@ def _prices(program: Program, costs: Costs, ways: dict) -> tuple[list, dict, lis
     return [t for value in times for t in [scaled(value)] * count], pairs, delays, scale
 
 
-def _run(program: Program, times, pairs, delays) -> tuple[list[Number], list[Number], bool]:
-    """Starts and ends of all actions in the order of the rows, and whether all of them ran."""
+def _run(program: Program, times, pairs, delays) -> tuple[list, list, list, bool]:
+    """Starts and ends of all actions in the order of the rows, each rank's time of work, and
+    whether all of them ran."""
     paired, ranks = program.paired, range(program.schedule.ranks)
     needs = [need for key in program.code for need in program.needs(*key)]
     arrival: list = [None] * len(needs) + [0]  # by code; the last is what waits for nothing
@@ -83,6 +84,7 @@ def _run(program: Program, times, pairs, delays) -> tuple[list[Number], list[Num
     free: dict = {}  # by link
     starts: list = [None] * program.first[-1]
     ends: list = [None] * program.first[-1]
+    busy: list[Number] = [0] * len(ranks)
 
     def send(code: int, now: Number) -> None:
         if delays and delays[code]:
@@ -96,7 +98,7 @@ def _run(program: Program, times, pairs, delays) -> tuple[list[Number], list[Num
 
     def runs(rank: int) -> Iterator[None]:
         """One rank's program; yields where it has to wait."""
-        now = 0
+        now = worked = 0
         places, codes = range(*program.first[rank : rank + 2]), program.codes[rank]
         for place, code, need, time in zip(places, codes, map(needs.__getitem__, codes),
                                            map(times.__getitem__, codes), strict=True):  # fmt: skip
@@ -112,6 +114,7 @@ def _run(program: Program, times, pairs, delays) -> tuple[list[Number], list[Num
                     yield
                 now = max(now, arrival[need])
             starts[place] = now
+            worked += time
             now += time
             ends[place] = now
             if delays:
@@ -122,9 +125,10 @@ def _run(program: Program, times, pairs, delays) -> tuple[list[Number], list[Num
                     ready.append(waiting.pop(code))
             if paired and code in paired:
                 send(paired[code], now)
+        busy[rank] = worked
 
     running = [runs(rank) for rank in ranks]
     ready = list(ranks)
     while ready:
         next(running[ready.pop()], None)
-    return starts, ends, not waiting
+    return starts, ends, busy, not waiting

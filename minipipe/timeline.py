@@ -62,9 +62,10 @@ class Timeline:
 
     starts, ends: flat, in the order of the rows. levels: for each action what its rank keeps in
     memory during and after it, a list a rank; or a function that makes these lists when they are
-    asked for, and `peaks` has each rank's largest. origin: "predicted", "measured" or "emulated"
-    (real processes, paced as devices of their own). time_unit: "" for the unit of the costs, "s"
-    for seconds; memory_unit: "micro-batches" (whole-share) or "bytes".
+    asked for, and `peaks` has each rank's largest. busy: the time that each rank works, where it is
+    known already. origin: "predicted", "measured" or "emulated" (real processes, paced as devices
+    of their own). time_unit: "" for the unit of the costs, "s" for seconds; memory_unit:
+    "micro-batches" (whole-share) or "bytes".
     time_scale: what the stored times have to be divided by, so that exact times can be ints.
     """
 
@@ -73,9 +74,10 @@ class Timeline:
                  time_unit: str = "", memory_unit: str = "micro-batches", time_scale: int = 1,
                  bytes_sent: Sequence[Number] = (), messages: int = 0,
                  transfers: Sequence[Number] = (), peaks: Sequence[Number] | None = None,
-                 lower_bound: Number | None = None):  # fmt: skip
+                 lower_bound: Number | None = None,
+                 busy: Sequence[Number] | None = None):  # fmt: skip
         self.schedule = schedule
-        self._levels, self._peaks = levels, peaks
+        self._levels, self._peaks, self._known_busy = levels, peaks, busy
         self.origin, self.time_unit, self.memory_unit = origin, time_unit, memory_unit
         self.bytes_sent = tuple(bytes_sent)
         self.messages = messages
@@ -105,7 +107,9 @@ class Timeline:
         return max(self._ends[end - 1] for begin, end in pairwise(self._first) if end > begin)
 
     @cached_property
-    def _busy(self) -> list[Number]:
+    def _busy(self) -> Sequence[Number]:
+        if self._known_busy is not None:
+            return self._known_busy
         took = map(sub, self._ends, self._starts)
         return [sum(islice(took, len(row))) for row in self.schedule.rows]
 
