@@ -6,9 +6,11 @@ a table is made, so that words and text pictures do without it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from minipipe.actions import ScheduleError
@@ -235,6 +237,23 @@ def fitting(rows: Sequence[dict[str, str]], first: list[str], groups: Sequence[l
     return tables
 
 
+def add_columns(table: Table, rows: Sequence[dict[str, str]], shown: list[str], left: list[str],
+                width: int | None) -> None:  # fmt: skip
+    """The shown columns, at the right but for those in `left`. Headings have as few lines as there
+    is room for in `width`: left to itself, rich crops what it can't break evenly."""
+    for lines in (1, 2, 3, 9):
+        sizes = [next(size for size in itertools.count(least_width(rows, heading))
+                      if len(wrap(heading, size, break_long_words=False)) <= lines)
+                 for heading in shown]  # fmt: skip
+        over = sum(sizes) + 2 * len(sizes) + 1 - (width or 10**6)
+        if over <= 0:
+            break
+    else:  # a single column beside the first ones, with cells of many words
+        sizes[-1] -= over
+    for heading, size in zip(shown, sizes, strict=True):
+        table.add_column(heading, justify="left" if heading in left else "right", width=size)
+
+
 def race_tables(entries: Sequence[dict], width: int = 124) -> list[Table]:
     """The comparison of a race: `entries` as in `minipipe race --json`; one table, or two where
     it is to be read in fewer than 124 characters, and more on a narrow terminal."""
@@ -254,9 +273,7 @@ def race_tables(entries: Sequence[dict], width: int = 124) -> list[Table]:
         title = titles[group] if groups[group][0] in shown else None
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD,
                       padding=(0, 1, 0, 0))  # fmt: skip
-        for heading in shown:
-            table.add_column(heading, justify="left" if heading == "entry" else "right",
-                             min_width=least_width([*rows.values()], heading))  # fmt: skip
+        add_columns(table, [*rows.values()], shown, ["entry"], width)
         for row in rows.values():
             table.add_row(*(row[heading] for heading in shown))
         tables.append(table)

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from minipipe.family import distance, family
-from minipipe.report import fitting, least_width, number, percent
+from minipipe.report import add_columns, fitting, number, percent
 from minipipe.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -61,9 +61,7 @@ def family_tables(timelines: Sequence[Timeline], bytes_too: bool,
     for group, shown in fitting(rows, first, groups, width):
         title = titles[group] if groups[group][0] in shown else None
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for heading in shown:
-            table.add_column(heading, justify="left" if heading in headings[:2] else "right",
-                             min_width=least_width(rows, heading))  # fmt: skip
+        add_columns(table, rows, shown, headings[:2], width)
         last = ""
         for row in rows:
             if last and row["family"] != last:
