@@ -309,7 +309,7 @@ def _print_timeline(t: Timeline) -> None:
     else:
         typer.echo("(Too many columns for a text picture; --figure FILE draws it.)\n")
     console = Console()
-    console.print(report.figures_table(t), report.ranks_table(t))
+    console.print(report.figures_table(t), *report.ranks_tables(t, console.width))
 
 
 # ---- check -------------------------------------------------------------------------------------

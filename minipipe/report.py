@@ -6,14 +6,13 @@ a table is made, so that words and text pictures do without it.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from minipipe.actions import ScheduleError
+from minipipe.columns import fitted
 from minipipe.costs import Number, common_scale
 from minipipe.schedule import Schedule
 from minipipe.timeline import Timeline
@@ -174,20 +173,18 @@ def figures_table(t: Timeline) -> Table:
     return table
 
 
-def ranks_table(t: Timeline) -> Table:
-    """For each rank its stages, busy and waiting time, and the most that it keeps."""
-    from rich import box
-    from rich.table import Table
-
+def ranks_tables(t: Timeline, width: int | None = None) -> list[Table]:
+    """For each rank its stages, busy and waiting time, and the most that it keeps; more than one
+    table where `width` characters are too few."""
     kept = "peak activations" + ("" if t.memory_unit == "bytes" else " (micro-batches)")
-    table = Table(box=box.SIMPLE_HEAD, title="Ranks", title_justify="left", padding=(0, 1, 0, 0))
-    for column in ("rank", "stages", "busy", "fill", "inside", "drain", kept):
-        table.add_column(column, justify="right", min_width=least_width([], column))
+    rows = []
     for rank, (busy, idle) in enumerate(zip(t.busy, t.waiting, strict=True)):
+        times = {"busy": busy, "fill": idle.fill, "inside": idle.inside, "drain": idle.drain}
         stages = " ".join(map(str, t.schedule.stages_of(rank)))
-        times = [duration(t, v) for v in (busy, idle.fill, idle.inside, idle.drain)]
-        table.add_row(str(rank), stages, *times, amount(t, t.peak_activations[rank]))
-    return table
+        rows.append({"rank": str(rank), "stages": stages,
+                     **{name: duration(t, value) for name, value in times.items()},
+                     kept: amount(t, t.peak_activations[rank])})  # fmt: skip
+    return fitted(rows, ["rank"], [[*rows[0]][1:]], ["Ranks"], width)
 
 
 def _largest(values) -> Number | None:
@@ -213,71 +210,17 @@ def _race_columns(entry: dict) -> dict[str, str]:
     return {name: "–" if value is None else how(value) for name, (value, how) in figures.items()}
 
 
-def least_width(rows: Sequence[dict[str, str]], heading: str) -> int:
-    """Characters that a column needs: headings are broken at blanks, cells only where long."""
-    return max([*map(len, heading.split()), *(min(24, len(row[heading])) for row in rows)])
-
-
-def fitting(rows: Sequence[dict[str, str]], first: list[str], groups: Sequence[list[str]],
-            width: int | None) -> list[tuple[int, list[str]]]:  # fmt: skip
-    """Which columns go into which table, so that none is wider than `width` characters: (number of
-    the group, headings). Each begins with the `first` columns."""
-    def size(heading: str) -> int:
-        return least_width(rows, heading) + 2
-
-    tables: list[tuple[int, list[str]]] = []
-    for number, group in enumerate(groups):
-        room = 0
-        for heading in group:
-            room -= size(heading)
-            if room < 0:
-                tables.append((number, [*first]))
-                room = (width or 10**6) - 1 - sum(map(size, [*first, heading]))
-            tables[-1][1].append(heading)
-    return tables
-
-
-def add_columns(table: Table, rows: Sequence[dict[str, str]], shown: list[str], left: list[str],
-                width: int | None) -> None:  # fmt: skip
-    """The shown columns, at the right but for those in `left`. Headings have as few lines as there
-    is room for in `width`: left to itself, rich crops what it can't break evenly."""
-    for lines in (1, 2, 3, 9):
-        sizes = [next(size for size in itertools.count(least_width(rows, heading))
-                      if len(wrap(heading, size, break_long_words=False)) <= lines)
-                 for heading in shown]  # fmt: skip
-        over = sum(sizes) + 2 * len(sizes) + 1 - (width or 10**6)
-        if over <= 0:
-            break
-    else:  # a single column beside the first ones, with cells of many words
-        sizes[-1] -= over
-    for heading, size in zip(shown, sizes, strict=True):
-        table.add_column(heading, justify="left" if heading in left else "right", width=size)
-
-
 def race_tables(entries: Sequence[dict], width: int = 124) -> list[Table]:
     """The comparison of a race: `entries` as in `minipipe race --json`; one table, or two where
     it is to be read in fewer than 124 characters, and more on a narrow terminal."""
-    from rich import box
-    from rich.table import Table
-
-    rows = {entry["name"]: _race_columns(entry) for entry in entries}
+    rows = [{"entry": entry["name"], **_race_columns(entry)} for entry in entries]
     headings = list(_race_columns({}))
     titles = ["Bubble = idle / (ranks × makespan).",
               "Activations, parameters and bytes sent: the largest of the ranks."]  # fmt: skip
     groups = [headings[:6], headings[6:]]
     if width >= 124:
         titles, groups = [" ".join(titles)], [headings]
-    rows = {name: {"entry": name, **row} for name, row in rows.items()}
-    tables = []
-    for group, shown in fitting([*rows.values()], ["entry"], groups, width):
-        title = titles[group] if groups[group][0] in shown else None
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD,
-                      padding=(0, 1, 0, 0))  # fmt: skip
-        add_columns(table, [*rows.values()], shown, ["entry"], width)
-        for row in rows.values():
-            table.add_row(*(row[heading] for heading in shown))
-        tables.append(table)
-    return tables
+    return fitted(rows, ["entry"], groups, titles, width, left=["entry"])
 
 
 def in_words(entries: Sequence[dict], cores: int | None = None) -> str:

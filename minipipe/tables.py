@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
+from minipipe.columns import fitted
 from minipipe.family import distance, family
-from minipipe.report import add_columns, fitting, number, percent
+from minipipe.report import number, percent
 from minipipe.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -44,9 +45,6 @@ def family_tables(timelines: Sequence[Timeline], bytes_too: bool,
 
     bytes_too: whether messages have a size.
     """
-    from rich import box
-    from rich.table import Table
-
     rows = [_family_columns(t, bytes_too) for t in timelines]
     headings = list(rows[0])
     titles = ["Times in units of the costs. Four bubbles: idle / (ranks × makespan) is GPipe's, "
@@ -57,20 +55,10 @@ def family_tables(timelines: Sequence[Timeline], bytes_too: bool,
     if width is None or width >= 160:
         titles, groups = [" ".join(titles)], [headings[2:]]
     first = headings[:2] if width is None or width >= 100 else ["schedule"]
-    tables = []
-    for group, shown in fitting(rows, first, groups, width):
-        title = titles[group] if groups[group][0] in shown else None
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        add_columns(table, rows, shown, headings[:2], width)
-        last = ""
-        for row in rows:
-            if last and row["family"] != last:
-                table.add_section()
-            same = {"family": ""} if row["family"] == last else {}
-            last = row["family"]
-            table.add_row(*((row | same)[heading] for heading in shown))
-        tables.append(table)
-    return tables
+    for before, row in reversed([*pairwise(rows)]):  # each family's name once
+        if before["family"] == row["family"]:
+            row["family"] = ""
+    return fitted(rows, first, groups, titles, width, left=first, section="family")
 
 
 def literature_tables(rows: Sequence[Comparison]) -> list[Table | str]:

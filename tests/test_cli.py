@@ -374,11 +374,14 @@ def test_race_table_prints_units_and_whole_names():
 def test_tables_fit_the_terminal_and_lose_nothing(width):
     timelines, _ = family.everything(8, 16)
     entries = [*RACE, RACE[-1] | {"name": "gpipe+recompute"}]
+    costs = mp.Costs(18522, 18086, 9337, latency=601)
+    uneven = mp.simulate(mp.build("zb-1p", ranks=8, microbatches=16, chunks=3), costs)
     for tables, rows, words in (
         (report.race_tables(entries, width), entries, ["step (ms)", "bubble predicted (%)",
          "bubble measured (%)", "peak activations (MB)", "sent a step (MB)"]),
         (family_tables(timelines, False, width), timelines, ["makespan", "own span", "most kept",
          "kept on each rank", "messages", "bytes sent"]),
+        (report.ranks_tables(uneven, width), range(8), ["stages", "busy", "fill", "drain"]),
     ):  # fmt: skip
         headings = [str(column.header) for table in tables for column in table.columns]
         assert [headings.count(word) for word in words] == [1] * len(words)

@@ -372,8 +372,8 @@ show_rule()
 # With the rule "I before F before W" the clock needs 76 in room for 3, one more than the bound, and
 # 75 in room for 4. And it writes rows for any costs, at once, without a search.
 #
-# minipipe's *zb-auto*, after the Zero Bubble paper, is such a rule with three choices: may an F make
-# an I wait that is on its way, may a rank run further ahead than 1F1B's, may a W make others wait?
+# minipipe's *zb-auto*, after the Zero Bubble paper, is such a rule with three choices. May an F let
+# an I wait that is on its way? May a rank be further ahead than in 1F1B? May a W let others wait?
 # It tries each both ways, keeps the best rows, and finds 75 in room for 3. (A student's tree has
 # only some tables of it, since its code shows this task's answer.)
 #
@@ -404,7 +404,7 @@ def draw_board():
 draw_board()
 
 # %% [markdown] name="leaderboard-read"
-# ![The own table and the rule take less than half of naive's time, the only named one that fits](figures/16-leaderboard.png)
+# ![The own table and the rule take less than half of naive's time](figures/16-leaderboard.png)
 #
 # Here "mine" is a table that reaches the bound, and "rule" the designer. Grey ones don't fit.
 #
