@@ -372,8 +372,8 @@ show_rule()
 # With the rule "I before F before W" the clock needs 76 in room for 3, one more than the bound, and
 # 75 in room for 4. And it writes rows for any costs, at once, without a search.
 #
-# minipipe's *zb-auto*, after the Zero Bubble paper, is such a rule with three choices. May an F let
-# an I wait that is on its way? May a rank be further ahead than in 1F1B? May a W let others wait?
+# minipipe's *zb-auto*, after the Zero Bubble paper, is such a rule with three choices. May an F
+# hold up an I that is on its way? May a rank be further ahead than in 1F1B? May a W hold up others?
 # It tries each both ways, keeps the best rows, and finds 75 in room for 3. (A student's tree has
 # only some tables of it, since its code shows this task's answer.)
 #
