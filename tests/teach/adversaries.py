@@ -119,9 +119,10 @@ ANSWERS = {
     "forged file": ("open('result.json', 'w').write('{\"points\": 10, \"version\": 1}')\n"
                     "open('junit.xml', 'w').write('<testsuite/>')\ndef double(x): return x\n",
                     0, "failed"),
-    "200 processes": (at_1000("for _ in range(200): subprocess.Popen(['sleep', '98765'])",
-                              "import subprocess"), 6, "error"),
-    "200 daemons": (at_1000(DAEMONS, "import os"), 6, "error"),
+    # They wait there until the grader has looked, on a fast machine too.
+    "200 processes": (at_1000("for _ in range(200): subprocess.Popen(['sleep', '98765'])\n"
+                              "time.sleep(9)", "import subprocess, time"), 6, "error"),
+    "200 daemons": (at_1000(f"{DAEMONS}time.sleep(9)", "import os, time"), 6, "error"),
     "fork bomb": (at_1000("while True: os.fork()", "import os"), 6, "error or timeout"),
     "one daemon": (at_1000(LONE, "import os"), 10, "passed"),
     "forked at import": ("import os\nos.fork()\n" + RIGHT, 10, "passed"),
