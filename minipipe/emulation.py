@@ -31,11 +31,12 @@ OVERSHOOT = 0.0001
 
 def unfit(pace, schedule: Schedule) -> str:
     """Let a step's pace, if any, take the schedule's slots; what is wrong with it, if anything."""
-    if pace is not None and not hasattr(pace, "attach"):
+    if pace is None:
+        return ""
+    if not hasattr(pace, "attach"):
         return f"pace must be a Pace, not {type(pace).__name__}"
     try:
-        if pace is not None:
-            pace.attach(schedule)
+        pace.attach(schedule)
     except (TypeError, ValueError) as error:
         return f"pace: {error}"
     return ""

@@ -19,14 +19,14 @@ class InputError(PipelineError, ValueError):
     """An argument that a step can't use: raised on every rank, before anything is computed."""
 
 
-def shared_store():
+def _store():
     """Where the ranks leave what all have to know."""
     return dist.PrefixStore("minipipe", dist.distributed_c10d._get_default_store())
 
 
 def failed() -> str:
     """Why a step failed that broke all connections, as the rank that failed first has said it."""
-    store = shared_store()
+    store = _store()
     try:
         return store.get("failed").decode() if store.check(["failed"]) else ""
     except RuntimeError:  # the store went with the rank that held it
@@ -43,7 +43,7 @@ def broken(error: Exception) -> PipelineError:
 def fail(channels: Channels, reason: str) -> None:
     """Tell the other ranks why this one can't go on, and break all connections, so that nobody
     waits; the process group can't be used any more."""
-    store = shared_store()
+    store = _store()
     with contextlib.suppress(RuntimeError):
         if not store.check(["failed"]):
             store.set("failed", reason)

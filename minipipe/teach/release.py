@@ -155,7 +155,7 @@ def blank(out: Path, tasks: list[Task], later: list[Task]) -> None:
             module, function, argument, value = _GIFT.fullmatch(gift).groups()
             name = f"{module}:{function}"
             no_rows.add(name)
-            if name not in bodies or name in stored:
+            if name not in bodies or name in stored and not argument:  # stored: the usual ones
                 guards[name].append((task.id, argument, value))
     _store_tables(out, stored)
     files = defaultdict(dict)

@@ -109,14 +109,18 @@ def test_blanked_functions_use_the_student_s_answers_once_they_pass(tree, solved
             progress.judge_and_note(course, task)
         after = {name: float(mp.simulate(mp.build(name, ranks=4, microbatches=8)).makespan)
                  for name in mp.SCHEDULES}
-        print(json.dumps([before, after]))
+        from minipipe.planning.search import search
+        found = search(4, 8, memory=4, steps=10)
+        print(json.dumps([before, after, float(found.makespan)]))
     """
-    before, after = inside(tree, code, solved)
+    before, after, found = inside(tree, code, solved)
     assert set(before) == {"gpipe", "1f1b", "interleaved", "zb-h1"}
     assert "do task 6.1 first" in before["1f1b"]
     for name, makespan in after.items():
         assert makespan == mp.simulate(mp.build(name, ranks=4, microbatches=8)).makespan, name
-    assert after["gpipe"] == 33 and len(after) == len(mp.SCHEDULES)
+    few = {name: after[name] for name in ("gpipe", "1f1b", "interleaved", "zb-h1")}
+    assert few == {"gpipe": 33, "1f1b": 33, "interleaved": 28.5, "zb-h1": 27}
+    assert found == 27 and len(after) == len(mp.SCHEDULES)
 
 
 SWEEP = """
@@ -307,7 +311,7 @@ def check_later(tree, answers):
         module, _, function = name.partition(":")
         text = (tree / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
         body = text.partition(f"def {function}(")[2].partition("\ndef ")[0].rpartition('"""')[2]
-        assert len(body.strip().splitlines()) <= 8, name  # two imports, a guard, a call
+        assert len(body.strip().splitlines()) <= 5, name
     code = """
         import json
         import minipipe as mp
